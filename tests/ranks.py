@@ -2,10 +2,9 @@
 
     torchrun --nproc_per_node=2 tests/ranks.py '[{"args": ["tiny", "--out_dir", "x"], "fault": "inf before exchange"}]'
 
-After each run it writes `ranks.json` into the run directory: what `Observer` has seen on every rank. `fault` is
+After each run it writes `ranks.json` into the run directory: what was seen on every rank. `fault` is
 something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step `step`, is
-made before; with `copies` each gradient is a tensor beside the bucket that ranks exchange. A job with a `kind` is no
-run, but a search for the micro-batch: see `probe`.
+made before. A job with a `kind` is no run, but a search for the micro-batch: see `probe`.
 """
 
 import hashlib
@@ -19,7 +18,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2
@@ -111,67 +109,32 @@ def checksum(model) -> str:
     return digest.hexdigest()
 
 
-def n_bytes(tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-class Observer:
-    """What a rank holds when a step is complete but for the optimizer's."""
-
-    def watch(self, model, optimizer) -> None:
-        self.model = model
-        self.held = {}
-        self.seeds = []
-        clip = optimizer.clip_grad_norm
-
-        def clip_grad_norm(max_norm):
-            params = list(model.parameters())
-            moments = [t for o in optimizer.optimizers for s in o.state.values() for t in s.values() if t.dim()]
-            kinds = dict(weights=params, gradients=[p.grad for p in params], moments=moments)
-            self.held = {kind: n_bytes(tensors) for kind, tensors in kinds.items()}
-            return clip(max_norm)
-
-        optimizer.clip_grad_norm = clip_grad_norm
-
-    def end(self) -> dict:
-        return dict(checksum=checksum(self.model), held=self.held, seeds=self.seeds)
-
-
-def keep_copies(patch) -> None:
-    """Gradients are not views of DDP's buckets."""
-    real = DistributedDataParallel.__init__
-
-    def make(self, *args, gradient_as_bucket_view, **options):
-        real(self, *args, **options)
-
-    patch.setattr(DistributedDataParallel, "__init__", make)
-
-
 def copy_of_run(start: str, out_dir: Path, step=10) -> None:
     shutil.copytree(start, out_dir)
     remove_after(out_dir, step)
 
 
-def run(args: list[str], fault: str | None = None, start: str | None = None, step=10, copies=False) -> None:
+def run(args: list[str], fault: str | None = None, start: str | None = None, step=10) -> None:
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     out_dir = Path(args[args.index("--out_dir") + 1])
     if start and rank == 0:
         copy_of_run(start, out_dir, step)
     steps = []
-    observer = Observer()
+    seeds = []
+    trained = []
     real_train = train_gpt2.train
     real_rate = train_gpt2.learning_rate
 
     def train(config, run, model, forward, optimizer, data):
-        observer.watch(model, optimizer)
+        trained.append(model)
         return real_train(config, run, model, forward, optimizer, data)
 
     def learning_rate(step, config):
         steps.append(step)
-        observer.seeds.append(torch.initial_seed())  # of the step's dropout
+        seeds.append(torch.initial_seed())  # of the step's dropout
         if fault == OTHER_WEIGHTS and step == FAULT_STEP and rank == world_size - 1:
-            next(observer.model.parameters()).data += 1e-3
+            next(trained[0].parameters()).data += 1e-3
         return real_rate(step, config)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -179,8 +142,6 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         patch.setattr(train_gpt2, "train", train)
         patch.setattr(train_gpt2, "learning_rate", learning_rate)
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])
-        if copies:
-            keep_copies(patch)
         if fault == RANDOM_DEPTH:
             leave_out_blocks(patch)
         if fault in FAULTS and rank == world_size - 1:
@@ -192,7 +153,7 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
         except UserError as e:
             error = str(e)
     ranks = [None] * world_size
-    dist.all_gather_object(ranks, observer.end() | dict(error=error))
+    dist.all_gather_object(ranks, dict(checksum=checksum(trained[0]), seeds=seeds, error=error))
     if rank == 0:
         write_json(out_dir / "ranks.json", ranks)
 

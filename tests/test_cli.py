@@ -18,8 +18,7 @@ import train_gpt2
 from parts import cli
 from parts.cli import NonNegative, Positional, Positive, UserError, parse_args
 from parts.files import read_json, replace_file, set_aside, write_atomically
-from tests.forks import start_fork
-from tests.helpers import ROOT, assert_refused, environment, resume_table, run_script
+from tests.helpers import assert_refused, environment, resume_table, run_script
 
 DOORS = {
     name: import_module(name) for name in "train_gpt2 lora_finetune fineweb hellaswag sample plot bpe.train".split()
@@ -95,15 +94,12 @@ def test_help_shows_the_values_of_the_recipe(monkeypatch, capsys):
 
 
 READ = [  # words, and what differs from the defaults
-    ("Rome", {}),
-    ("Rome --depth=4 now", dict(depth=4, note="now")),
-    ("Rome now --salt 1", dict(salt=1.0, note="now")),
+    ("Rome --depth=4 now --salt 1", dict(depth=4, salt=1.0, note="now")),
     ("Rome --no-clean --book", dict(clean=False, book=True)),
     ("Rome --no_clean --clean --no_book", {}),
     ("--guests Cy --depth 4 Rome", dict(guests=("Cy",), depth=4)),
     ("Rome --guests", dict(guests=())),
     ("Rome -- -milk", dict(note="-milk")),
-    ("Rome -", dict(note="-")),
     ("Rome -5", dict(note="-5")),
     ("Rome --soup=--a-b", dict(soup="--a-b")),
     ("Rome --rows 2 --window 3", dict(rows=2, window=3)),
@@ -132,9 +128,9 @@ def test_every_flag_of_training_reaches_its_constant():
 
 REFUSED = [  # words, and those of them that the error names
     ("", "PLACE"), ("Rome now then", "then"), ("Rome --depht 3", "--depht --depth"), ("Rome --dep 3", "--dep --depth"),
-    ("Rome --zebra", "--zebra"), ("--note hello Rome", "--note"), ("Rome --salt", "--salt"), ("Rome -milk", "milk"),
+    ("--note hello Rome", "--note"), ("Rome --salt", "--salt"), ("Rome -milk", "milk"),
     ("Rome --book=True", "--book"), ("Rome --depth 0", "--depth 0"), ("Rome --depth 2.5", "--depth 2.5"),
-    ("Rome --salt nan", "--salt nan"), ("Rome --salt inf", "--salt inf"), ("Rome --salt much", "--salt much"),
+    ("Rome --salt nan", "--salt nan"), ("Rome --salt much", "--salt much"),
     ("Rome --served warm", "--served warm"), ("Rome --rows 3", "--rows 3"), ("Rome --window x", "--window x"),
 ]  # fmt: skip
 
@@ -200,9 +196,7 @@ def test_a_file_system_that_cannot_flush_directories_gets_files_all_the_same(tmp
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    replace_file(tmp_path / "file", "text")
     write_atomically(tmp_path / "dir", lambda path: (path / "a").write_text("x"))
-    assert (tmp_path / "file").read_text() == "text"
     assert (tmp_path / "dir" / "a").read_text() == "x"
 
 
@@ -261,7 +255,6 @@ ONE_LINE = [  # an error, and what its line names
     (UserError("one\n  two"), "one two"),
     (OSError(errno.ENOSPC, "Full", "a.png"), "a.png: Full"),
     (OSError("9 requested and 1 written"), "9 requested and 1 written"),
-    (MemoryError(), ""),
     (OutOfMemoryError("a GB\nmore"), "a GB"),
     (RuntimeError("can't allocate memory"), "can't allocate memory"),
     (DistNetworkError("lost\nit"), "lost"),
@@ -313,36 +306,6 @@ def test_a_name_cannot_write_escape_sequences_to_the_terminal(ends, capsys, rt):
     assert capsys.readouterr().err == "error: a\\x1b]0;TITLE\\x07\\x9b2Jb é中\n"
     rt.print(f"{name}\n\tline")
     assert capsys.readouterr().out == "a\\x1b]0;TITLE\\x07\\x9b2Jb é中\n\tline\n"
-
-
-LAST_WORDS = """
-import atexit, sys, time
-from pathlib import Path
-import torch.distributed as dist
-sys.path.append({root!r})
-from parts.cli import script
-
-rank = int(sys.argv[1])
-folder = Path(__file__).parent
-dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-
-def main():
-    time.sleep(rank)
-    (folder / f"{rank} has ended").touch()
-
-atexit.register(lambda: print((folder / "1 has ended").exists()))
-script(main)
-"""
-
-
-@pytest.mark.slow
-def test_no_rank_leaves_before_the_last_one_has_ended(tmp_path):
-    """Gloo may still be sending what the others wait for."""
-    file = tmp_path / "ranks.py"
-    file.write_text(LAST_WORDS.replace("{root!r}", repr(str(ROOT))))
-    for rank in [start_fork(file, rank, out=f"{tmp_path}/{rank}") for rank in range(2)]:
-        rank.join()
-    assert [(tmp_path / f"{rank}.out").read_text() for rank in range(2)] == ["True\n", "True\n"]
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(ends):

@@ -126,16 +126,6 @@ def test_two_ranks_train_as_one_process_does(two_ranks, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_gradients_that_are_views_of_buckets_train_to_the_bits_of_copies(folder, optimizer):
-    views, copies = (f"{optimizer}-{name}" for name in ("views", "copies"))
-    on_ranks(2, [dict(args=args(folder, views, optimizer=optimizer)),
-                 dict(args=args(folder, copies, optimizer=optimizer), copies=True)])  # fmt: skip
-    assert loss_of(folder / views) == loss_of(folder / copies)
-    assert len({rank["checksum"] for run in (views, copies) for rank in ranks_of(folder / run)}) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("names", [["muon-recomputed"], ["muon", "adamw"]])
 def test_three_ranks_train_as_one_process_does(folder, names):
     on_ranks(3, [dict(args=args(folder, f"3-{name}", **RUNS[name])) for name in names])

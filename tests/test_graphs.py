@@ -42,7 +42,6 @@ OTHERS = {
     "rows of another width": lambda x: x.reshape(4, 12).sum(0, keepdim=True),
     "halves of sequences": lambda x: x[:, :2].reshape(8, 4).sum(0, keepdim=True),
     "no row kept": lambda x: x.reshape(-1, C).sum(0),
-    "heads": lambda x: x.reshape(-1, C // 2).sum(0),
     "two dimensions": lambda x: x[0].reshape(-1, C).sum(0, keepdim=True),
     "the other dimension": lambda x: x.reshape(-1, C).sum(1, keepdim=True),
 }

@@ -29,11 +29,6 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def imported(names: set[str], paths) -> list[Path]:
-    """The files that import one of the names."""
-    return [path for path in paths if {name.split(".")[0] for name in imports(path)} & names]
-
-
 def modules_after(*names: str) -> set[str]:
     """The modules that exist after these were imported in a fresh interpreter."""
     code = f"import sys, {', '.join(names)}; print(*sys.modules)"
@@ -50,20 +45,17 @@ def test_at_the_root_are_the_doors_the_model_and_all_of_it_on_one_page():
     assert {file.removesuffix(".py") for file in files if "/" not in file} == DOORS | {"model", "minimal"}
 
 
-def test_a_part_imports_no_door():
-    assert imported(DOORS | {"benchmarks", "walk", "tests"}, PARTS) == []
+APART = {  # the names that files do not import
+    "a part, of doors": (DOORS | {"benchmarks", "walk", "tests"}, PARTS),
+    "a door, of others": (DOORS - {"hellaswag"}, [ROOT / f"{door}.py" for door in DOORS - {"bench"}]),
+    "the tokenizer, of the house": (DOORS | {"parts", "model", "torch"}, ROOMS_OF_BPE),
+    "minimal.py, of the house": (DOORS | {"parts", "model", "bpe"}, [ROOT / "minimal.py"]),
+}
 
 
-def test_a_door_imports_no_other_but_hellaswag():
-    assert imported(DOORS - {"hellaswag"}, [ROOT / f"{door}.py" for door in DOORS - {"bench"}]) == []
-
-
-def test_the_tokenizer_needs_nothing_else_of_the_house():
-    assert imported(DOORS | {"parts", "model", "torch"}, ROOMS_OF_BPE) == []
-
-
-def test_minimal_needs_nothing_of_the_house():
-    assert imported(DOORS | {"parts", "model", "bpe"}, [ROOT / "minimal.py"]) == []
+@pytest.mark.parametrize("names, paths", APART.values(), ids=APART)
+def test_no_import_runs_back_up(names, paths):
+    assert [path for path in paths if {name.split(".")[0] for name in imports(path)} & names] == []
 
 
 def test_no_imports_run_in_a_circle():
@@ -88,8 +80,7 @@ def test_loop_is_in_the_script():
 
 
 def test_the_model_brings_the_loss_and_nothing_else_of_ours():
-    ours = {name for name in modules_after("model") if name.startswith(("parts.", "bpe."))}
-    assert len(ours) <= 1, sorted(ours)
+    assert len([name for name in modules_after("model") if name.startswith(("parts.", "bpe."))]) <= 1
 
 
 def test_a_worker_process_is_free_of_torch_and_of_the_hubs_libraries():

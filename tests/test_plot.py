@@ -8,7 +8,7 @@ import pytest
 
 import plot
 from parts.log import read_log
-from tests.helpers import assert_user_error, log_of, slow, write_lines
+from tests.helpers import assert_user_error, slow, write_lines
 
 
 def train_records(n: int, **changes) -> list[dict]:
@@ -149,14 +149,6 @@ def test_no_value_in_a_log_stops_the_picture(door, tmp_path):
     write_log(tmp_path / "a", [*intact, *odd])
     assert door("a").returncode == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_an_evaluation_says_the_operations_until_then_and_a_run_its_tokenizer(train, run_dir):
-    train(max_steps=6, eval_interval=3, sample_interval=0, checkpoint_interval=0)
-    (start,) = log_of(run_dir, "run")
-    assert start["tokenizer"] == start["data"]["tokenizer"]
-    found = [(val["step"], val["flops"]) for val in log_of(run_dir, "val")]
-    assert found == [(step, step * 256 * start["flops_per_token"]) for step in (3, 6)]
 
 
 # -------------------------------------------------------------------------------------------------------- the door

@@ -35,22 +35,15 @@ def test_a_recipe_trains_the_model_that_was_released(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_learning_rate_and_batch_are_those_of_the_gpt3_of_that_size(size):
+def test_constants_are_those_of_the_gpt3_of_that_size(size):
+    """Brown et al. 2020, appendix B; once over FineWeb-Edu's 10 billion tokens."""
     recipe = RECIPES[size]
     assert recipe.max_lr == GPT3_LEARNING_RATE[size]
     assert recipe.total_batch_size == pytest.approx(GPT3_BATCH_SIZE[size], rel=0.05)
     assert math.log2(recipe.total_batch_size).is_integer()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_adam_is_set_as_for_gpt3(size):
-    """Brown et al. 2020, appendix B."""
-    recipe = RECIPES[size]
-    assert recipe.optimizer == "adamw"
-    assert (recipe.beta1, recipe.beta2, recipe.eps) == (0.9, 0.95, 1e-8)
-    assert recipe.weight_decay == 0.1
-    assert recipe.grad_clip == 1.0
-    assert recipe.dropout == 0
+    assert (recipe.optimizer, recipe.beta1, recipe.beta2, recipe.eps) == ("adamw", 0.9, 0.95, 1e-8)
+    assert (recipe.weight_decay, recipe.grad_clip, recipe.dropout) == (0.1, 1.0, 0)
+    assert recipe.max_steps * recipe.total_batch_size == pytest.approx(10e9, rel=1e-3)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -64,16 +57,6 @@ def test_the_rate_rises_over_375_million_tokens_and_falls_along_a_cosine_to_a_te
     assert learning_rate(recipe.max_steps, recipe) == pytest.approx(recipe.max_lr / 10)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_run_reads_fineweb_edu_10b_once(size):
-    recipe = RECIPES[size]
-    assert recipe.max_steps * recipe.total_batch_size == pytest.approx(10e9, rel=1e-3)
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-def test_vocabularies_are_padded_to_whole_tiles_of_the_tensor_cores(recipe):
-    assert recipe.vocab_size % 128 == 0
-
-
-def test_the_vocabulary_has_room_for_the_tokens_of_gpt2():
+def test_vocabularies_are_padded_to_whole_tiles_of_the_tensor_cores():
+    assert {recipe.vocab_size % 128 for recipe in RECIPES.values()} == {0}
     assert 50_257 <= RECIPES["gpt2"].vocab_size < 50_257 + 128

@@ -1,12 +1,10 @@
 """The files that the loader reads: kinds of shard, what a digest knows of them, errors for damaged ones."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from parts import data as reading
 from parts.cli import UserError
 from parts.data import Batches, Shard, TokenStream, find_shards
 from parts.shards import verify
@@ -40,8 +38,6 @@ def test_shards_of_llm_c_are_read_as_they_are(tmp_path):
     theirs = open_stream(tmp_path / "bin")
     assert np.array_equal(theirs.read(0, len(theirs)), tokens)
     assert find_shards(str(tmp_path / "bin"), "val") == [tmp_path / "bin" / "fineweb_val_000000.bin"]
-    write_bin(tmp_path / "tiny_shakespeare_val.bin", tokens[:50])
-    assert find_shards(str(tmp_path), "val") == [tmp_path / "tiny_shakespeare_val.bin"]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
@@ -76,12 +72,10 @@ def test_a_digest_knows_other_tokens_and_not_another_place(tmp_path, describe):
     assert open_stream(tmp_path / "b").digest() == before
     path = tmp_path / "b" / "x_train_000001.npy"
     intact = np.load(path)
-    ends = np.append(intact[:-1], intact[-1] ^ 1), np.insert(intact[1:], 0, intact[0] ^ 1)
-    for other in (intact[:-1], intact[::-1], *ends):
+    for other in (intact[:-1], np.append(intact[:-1], intact[-1] ^ 1), np.insert(intact[1:], 0, intact[0] ^ 1)):
         np.save(path, other)
         assert open_stream(describe(tmp_path / "b")).digest() != before
     np.save(path, intact)
-    assert open_stream(describe(tmp_path / "b")).digest() == before
     path.rename(tmp_path / "b" / "x_train_000009.npy")  # another order
     assert open_stream(describe(tmp_path / "b")).digest() != before
 
@@ -110,7 +104,7 @@ def test_damaged_shards_are_named(tmp_path, suffix, write):
     path = tmp_path / f"x_train_000001.{suffix}"
     write(path, np.arange(100, dtype=np.uint16))
     intact = path.read_bytes()
-    for content in (intact[:-2], intact[:100], intact + b"\0\0", b"", b"\x93NUMPY" * 200, bytes(1024), b"PK\3\4zip"):
+    for content in (intact[:-2], intact[:100], intact + b"\0\0", b"", b"\x93NUMPY" * 200, bytes(1024)):
         path.write_bytes(content)
         assert str(path) in refused(tmp_path)
     path.unlink()
@@ -118,13 +112,13 @@ def test_damaged_shards_are_named(tmp_path, suffix, write):
     assert str(path) in refused(tmp_path)
 
 
-def test_arrays_of_other_kinds_are_named(tmp_path):
-    path = tmp_path / "x_train_000001.npy"
-    for array in (np.zeros(5, np.int64), np.zeros((5, 5), np.uint16), np.zeros(5, np.float32), np.zeros(5, ">u2")):
-        np.save(path, array)
-        assert str(path) in refused(tmp_path)
-    np.save(path, np.array([{}]), allow_pickle=True)
-    assert str(path) in refused(tmp_path)
+OTHER_ARRAYS = [np.zeros(5, np.int64), np.zeros((5, 5), np.uint16), np.zeros(5, ">u2"), np.array([{}])]
+
+
+@pytest.mark.parametrize("array", OTHER_ARRAYS, ids=lambda array: array.dtype)
+def test_arrays_of_other_kinds_are_named(tmp_path, array):
+    np.save(tmp_path / "x_train_000001.npy", array, allow_pickle=True)
+    assert str(tmp_path / "x_train_000001.npy") in refused(tmp_path)
 
 
 def test_damaged_shards_of_datatrove_are_named(tmp_path):
@@ -133,14 +127,11 @@ def test_damaged_shards_of_datatrove_are_named(tmp_path):
         write_ds(path, np.arange(100, dtype=np.uint16))
     open_stream(tmp_path)
     metadata = tmp_path / "00001.ds.metadata"
-    cut = [metadata.read_bytes()[:n] for n in (0, 1, 4, 7)]
-    for content in (*cut, b"gpt2|3\n100\n", b"gpt2|2\n1e2\n", b"gpt2|2\n99\n", b"gpt2|4\n100\n"):
+    for content in (b"", b"gpt2", b"gpt2|3\n100\n", b"gpt2|2\n1e2\n", b"gpt2|2\n99\n", b"gpt2|4\n100\n"):
         metadata.write_bytes(content)
         assert str(paths[1]) in refused(tmp_path)
     metadata.unlink()
     assert metadata.name in refused(tmp_path)
-    paths[1].unlink()
-    assert str(tmp_path) in refused(tmp_path), "nothing is left to train on"
 
 
 @pytest.mark.parametrize("kind", ["npy", "bin", "ds"])
@@ -151,50 +142,44 @@ def test_a_flipped_bit_in_a_header_is_an_error_or_harmless(tmp_path, kind):
     damaged = path.with_name(path.name + ".metadata") if kind == "ds" else path
     intact = damaged.read_bytes()
     wrong = 0
-    for place in range(min(len(intact), 16 if kind == "bin" else 128)):
-        for bit in range(8):
-            damaged.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << bit]) + intact[place + 1 :])
-            try:
-                found = Shard(path).read(0, 300)
-            except UserError as e:
-                assert str(path) in str(e)
-                wrong += 1
-            else:
-                assert np.array_equal(found, tokens)
-    assert wrong > 30
+    for bit in range(0, 8 * min(len(intact), 16 if kind == "bin" else 128), 3):
+        place = bit // 8
+        damaged.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << bit % 8]) + intact[place + 1 :])
+        try:
+            found = Shard(path).read(0, 300)
+        except UserError as e:
+            assert str(path) in str(e)
+            wrong += 1
+        else:
+            assert np.array_equal(found, tokens)
+    assert wrong > 10
 
 
-@pytest.mark.parametrize("place", [0, 1003, 1519, 2990])
-def test_a_token_of_another_tokenizer_is_refused_at_once(tmp_path, place):
-    tokens = write_shards(tmp_path)
-    tokens[place] = 5000
-    for path, part in zip(find_shards(str(tmp_path), "train"), np.split(tokens, np.cumsum(SIZES)[:-1]), strict=True):
-        np.save(path, part)
-        if 5000 in part:
-            culprit = path
-    assert open_stream(tmp_path, 5001).read(place, 1) == 5000
-
-    message = refused(tmp_path, lambda folder: open_stream(folder, 5000))
-    assert str(culprit) in message
-    assert "5000" in message
-
-
-@pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**16 + 4000])
-def test_a_token_in_a_gap_of_the_vocabulary_is_refused_wherever_it_stands(tmp_path, place):
-    tokens = np.zeros(2**16 + 5000, np.uint16)
-    tokens[place] = 7
-    np.save(tmp_path / "x_train_000000.npy", tokens)
-    paths = find_shards(str(tmp_path), "train")
-    assert TokenStream(paths, 10, [3, 8]).read(place, 1) == 7
-    assert_refused("x_train_000000.npy .*7.*its.json", TokenStream, paths, 10, [3, 7], "its.json")
+@pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**16 + 4999, 2**16 + 5000])
+def test_a_token_of_another_tokenizer_is_refused_wherever_it_stands(tmp_path, place):
+    """7 is a gap of the vocabulary, 10 is past its end."""
+    for token in (7, 10):
+        tokens = np.zeros(2**16 + 5001, np.uint16)
+        tokens[place] = token
+        for i, part in enumerate(np.split(tokens, [2**16 + 5000])):
+            np.save(tmp_path / f"x_train_{i:06d}.npy", part)
+        paths = find_shards(str(tmp_path), "train")
+        assert TokenStream(paths, 11, [3]).read(place, 1) == token
+        culprit = paths[place // (2**16 + 5000)]
+        assert_refused(f"{culprit}.* {token}.*its.json", TokenStream, paths, 10, [3, 7], "its.json")
 
 
-def test_in_a_large_split_a_token_at_the_start_of_a_shard_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "SCANNED", 2**16)
-    tokens = np.zeros(2**16 + 1, np.uint16)
-    tokens[2**16 - 1] = 5000
-    np.save(tmp_path / "x_train_000000.npy", tokens)
-    assert_refused("x_train_000000.npy.*5000", open_stream, tmp_path, 5000)
+def test_in_a_large_split_a_token_at_the_start_of_a_shard_is_refused(tmp_path):
+    path = tmp_path / "x_train_000000.bin"
+    write_bin(path, np.zeros(2**16, np.uint16))
+    header = np.fromfile(path, np.int32, 256)
+    header[2] = 2**28 + 1
+    with path.open("r+b") as file:
+        file.write(header.tobytes())
+        file.truncate(1024 + 2 * (2**28 + 1))  # no block of it is on the disk
+        file.seek(1024 + 2 * (2**16 - 1))
+        file.write(b"\x88\x13")
+    assert_refused(f"{path}.*5000", open_stream, tmp_path, 5000)
 
 
 # ------------------------------------------------------------------------------------------------------- the manifest
@@ -208,7 +193,7 @@ def test_a_shard_of_the_manifest_that_is_missing_is_named(tmp_path):
     assert "x_train_000002.npy" in refused(tmp_path)
 
 
-KINDS = [b"", b"{", b"[]", b"7", b"[" * 100_000]
+KINDS = [b"", b"[]", b"[" * 100_000]
 
 
 @pytest.mark.parametrize("content", KINDS, ids=lambda content: str(content)[:30])
@@ -221,15 +206,12 @@ def test_a_manifest_of_another_kind_is_named(tmp_path, content):
 
 def test_what_is_not_there_or_too_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert_refused("fineweb10B", find_shards, "fineweb10B", "train")
     for name in ("book.docx", "x_val_000001.npy"):
         (tmp_path / name).touch()
         assert_refused(name, find_shards, str(tmp_path / name), "train")
-    for text in (tmp_path, tmp_path / "x.parquet"):
-        text.touch()
-        assert_refused(str(text), find_shards, str(text), "train")
-    for nowhere in (str(tmp_path / "nowhere"), "", "n" * 5000, "[", "**/nowhere*"):
-        assert_refused(re.escape(nowhere), find_shards, nowhere, "train")
+    assert_refused(str(tmp_path), find_shards, str(tmp_path), "train")
+    for nowhere in ("n" * 5000, "[", "**/nowhere*"):
+        assert_refused("--data", find_shards, nowhere, "train")
     write_shards(tmp_path, (1,))
     assert str(tmp_path) in refused(tmp_path)
     write_shards(tmp_path, (2,))

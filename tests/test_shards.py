@@ -1,8 +1,8 @@
 """What is written beside shards, and a text as shards: manifests, tokenizers by name, the cache of a text's tokens."""
 
 import os
+import re
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +11,8 @@ from filelock import FileLock
 
 from bpe.tokenizer import Tokenizer
 from model import GPT, GPTConfig
-from parts import files
 from parts.checkpoint import save_model
-from parts.cli import UserError, explain
+from parts.cli import UserError
 from parts.data import Shard, find_shards, new_manifest, read_manifest, summary
 from parts.shards import (
     data_tokenizer,
@@ -24,7 +23,7 @@ from parts.shards import (
     shard_name,
     verify,
 )
-from tests.helpers import assert_refused, files_of, stamps
+from tests.helpers import assert_refused, files_of, impatient, stamps
 from tests.test_shard_files import write_ds
 from tests.token_shards import UNFINISHED, with_manifest, write_shards
 
@@ -58,37 +57,29 @@ def decoded(directory: Path, split: str) -> str:
 # ----------------------------------------------------------------------------------------------------- a text as shards
 
 
-@pytest.mark.parametrize("tokenizer", ["train", "a file"])
-def test_a_text_becomes_shards_that_hold_all_of_it(tmp_path, text, byte_tokenizer, tokenizer):
-    tokenizer = "train" if tokenizer == "train" else str(byte_tokenizer)
-    directory = prepare_text(str(text), tokenizer, 300, tmp_path / "cache")[0]
+def test_a_text_becomes_shards_that_hold_all_of_it(prepare):
+    directory = prepare()
     train = decoded(directory, "train")
     val = decoded(directory, "val")
     assert (train + val).replace("<|endoftext|>", "") == TEXT
     n = int(0.9 * len(TEXT))
-    assert len(train.replace("<|endoftext|>", "")) == n
-    if tokenizer == "train":  # on the training part alone
-        assert load_tokenizer(str(directory)).merges == Tokenizer.train([TEXT[:n]], 300).merges
-    assert train.split("<|endoftext|>")[:4] == [
-        "", "One morning the clock stood still.\n\n\n", "The second document, of two\n\nparagraphs.\n\n\n\n",
-        "A third one.\nOne morning the clock stood still.\n\n\n",
-    ]  # fmt: skip
+    assert train.replace("<|endoftext|>", "") == TEXT[:n]
+    assert load_tokenizer(str(directory)).merges == Tokenizer.train([TEXT[:n]], 300).merges
     manifest = read_manifest(directory)
     assert manifest["documents"] == (train + val).count("<|endoftext|>")
     assert manifest["bytes"] == len(TEXT.encode())
     assert manifest["tokens"] == sum(len(np.load(path)) for path in directory.glob("*.npy"))
     assert verify(directory) == summary(manifest)
-    assert len(load_tokenizer(str(directory / "tokenizer.json"))) == (300 if tokenizer == "train" else 257)
 
 
-def test_line_ends_of_windows_end_documents_and_a_byte_order_mark_is_no_text(tmp_path, byte_tokenizer):
-    (tmp_path / "x.txt").write_bytes(("\ufeff" + TEXT.replace("\n", "\r\n")).encode())
+@pytest.mark.parametrize("start, line_end", [("", "\n"), ("\ufeff", "\r\n")])
+def test_documents_end_at_two_empty_lines_of_any_system(tmp_path, byte_tokenizer, start, line_end):
+    (tmp_path / "x.txt").write_bytes((start + TEXT.replace("\n", line_end)).encode())
     directory, _ = prepare_text(str(tmp_path / "x.txt"), str(byte_tokenizer), 257, tmp_path / "deep/cache")
-    begun = decoded(directory, "train").split("<|endoftext|>")
-    assert begun[1:3] == [
-        "One morning the clock stood still.\n\n\n",
-        "The second document, of two\n\nparagraphs.\n\n\n\n",
-    ]
+    assert decoded(directory, "train").split("<|endoftext|>")[:4] == [
+        "", "One morning the clock stood still.\n\n\n", "The second document, of two\n\nparagraphs.\n\n\n\n",
+        "A third one.\nOne morning the clock stood still.\n\n\n",
+    ]  # fmt: skip
 
 
 def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare, text, byte_tokenizer, monkeypatch):
@@ -96,9 +87,11 @@ def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare
     first = prepare()
     before = stamps(first)
     assert prepare() == first
-    answers = iter([False, True])  # another run has made it meanwhile
-    monkeypatch.setattr("parts.shards.is_intact", lambda _: next(answers, True))
-    assert prepare() == first
+    real = FileLock.acquire
+    with monkeypatch.context() as context:  # another run makes it while this one waits for the lock
+        context.setattr(FileLock, "acquire", lambda lock: (first.with_name("x").rename(first), real(lock))[1])
+        first.rename(first.with_name("x"))
+        assert prepare() == first
     assert stamps(first) == before
     assert first.name == "story-6c6aea4530325678"
     others = {prepare_text(str(text), *wanted, cache)[0] for wanted in (("train", 290), (str(byte_tokenizer), 300))}
@@ -111,7 +104,6 @@ DAMAGE = {
     "another tokenizer": lambda folder: Tokenizer.train(["another text"], 260).save(folder / "tokenizer.json"),
     "no shard": lambda folder: (folder / "text_train_000001.npy").unlink(),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "an empty directory": lambda folder: [path.unlink() for path in folder.iterdir()],
     "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("x")),
 }
 
@@ -127,15 +119,11 @@ def test_a_damaged_cache_is_made_again(tmp_path, prepare, damage):
     assert kept == {directory.name, f"{directory.name}.1"}  # the damaged one is set aside
 
 
-def test_a_run_waits_for_another_that_makes_its_cache(tmp_path, prepare, monkeypatch):
+def test_a_run_waits_for_another_that_makes_its_cache(prepare, monkeypatch):
     """As long as that takes, and not only until a process that is about to exit has done so."""
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0)
-    directory = prepare()
-    DAMAGE["no shard"](directory)
-    lock = FileLock(tmp_path / "cache" / f".{directory.name}.lock", thread_local=False)
-    lock.acquire()
-    threading.Timer(0.5, lock.release).start()
-    assert prepare() == directory
+    patience = impatient(monkeypatch)
+    prepare()
+    assert min(patience) > 600
 
 
 def test_an_intact_cache_is_used_without_a_lock(tmp_path, prepare):
@@ -152,24 +140,21 @@ def test_texts_that_cannot_be_used(tmp_path):
     plain = tmp_path / "plain.json"
     Tokenizer.train(["ab"], 256, special_tokens=()).save(plain)
 
-    def refused(words: str, name=path, tokenizer="train", vocab_size=300) -> None:
-        with pytest.raises((UserError, OSError)) as error:  # cli.script says an OSError in one line, too
-            prepare_text(str(name), str(tokenizer), vocab_size, tmp_path / "cache")
-        assert words in str(error.value)
+    def refused(words: str, tokenizer="train", vocab_size=300) -> None:
+        with pytest.raises((UserError, OSError), match=words):  # cli.script says an OSError in one line, too
+            prepare_text(str(path), str(tokenizer), vocab_size, tmp_path / "cache")
 
     refused(str(path))
     lfs = b"version https://git-lfs.github.com/spec/v1\n"
     utf_16 = "A te".encode("utf-16")
-    for content in (b"", b" \n\r\n", b"\xef\xbb\xbf", lfs, utf_16, utf_16[2:], b"\0" + utf_16[2:-1], b"caf\xe9"):
+    for content in (b"\xef\xbb\xbf \n\r\n", lfs, utf_16, utf_16[2:], b"\0" + utf_16[2:-1], b"caf\xe9"):
         path.write_bytes(content)
         refused(str(path))
-    with path.open("ab") as file:
-        file.truncate(10**9 + 1)  # no block of it is on the disk
+    os.truncate(path, 10**9 + 1)  # no block of it is on the disk
     refused(str(path))
     path.write_text("A text.")
-    refused("nnn.txt", "n" * 5000 + ".txt")
     refused("--vocab_size 5", vocab_size=5)
-    refused("nowhere.json", tokenizer=tmp_path / "nowhere.json")
+    refused("nowhere.json", tokenizer="nowhere.json")
     refused(str(plain), tokenizer=plain)
 
 
@@ -185,16 +170,6 @@ def test_a_folder_of_plain_texts_validates_on_the_end_of_each(tmp_path):
     assert decoded(folder, "train").split("<|endoftext|>")[1:] == [f"{name} " * 900 for name in "abc"]
     assert "3 of 4 files" in shards.warnings[0]
     assert_refused(str(notes), open_shards, str(notes), "gpt2", 300, tmp_path)
-
-
-def test_a_full_disk_is_named_also_where_numpy_says_no_number(tmp_path, prepare, monkeypatch):
-    def save(file, tokens):
-        raise OSError("500 requested and 300 written")
-
-    monkeypatch.setattr(np, "save", save)
-    with pytest.raises(OSError, match="story") as error:
-        prepare()
-    assert "story-" in explain(error.value)
 
 
 # -------------------------------------------------------------------------------------------------- tokenizers by name
@@ -227,13 +202,10 @@ def opened(folder: Path, tokenizer: str = "gpt2", vocab_size: int = 384):
 
 
 @pytest.mark.parametrize("split", ["val", "train"])
-@pytest.mark.parametrize("place", [0, 2499])
-def test_a_token_of_another_tokenizer_is_refused_at_the_start_although_the_model_has_room(folder, split, place):
+def test_a_token_of_another_tokenizer_is_refused_at_the_start_although_the_model_has_room(folder, split):
     """Shard, token and tokenizer are named: as a validation target it would be an error in the middle of a run, and in
     the training split nobody would notice."""
-    tokens = np.zeros(2500, np.uint16)
-    tokens[place] = 300
-    np.save(folder / f"x_{split}_000000.npy", tokens)
+    np.save(folder / f"x_{split}_000000.npy", np.full(2500, 300, np.uint16))
     path = folder / f"x_{split}_000000.npy"
     assert_refused(f"{path} .*300.*257.*{folder}/tokenizer.json", opened, folder)
 
@@ -265,13 +237,9 @@ def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):
     padded = Tokenizer(own.merges, special_tokens=("<|endoftext|>", "[PAD]"))
     padded.save(folder / "padded.json")
     assert opened(folder, str(folder / "padded.json")).tokenizer.fingerprint == padded.fingerprint
-    for name, other in {
-        "merges": Tokenizer([(b"a", b"b")], special_tokens={"<|endoftext|>": 257}),
-        "pattern": Tokenizer(own.merges, "cl100k"),
-        "end": Tokenizer(own.merges, special_tokens=("[PAD]", "<|endoftext|>")),
-    }.items():
-        other.save(folder / f"{name}.json")
-        assert_refused(name, opened, folder, str(folder / f"{name}.json"))
+    for other in (Tokenizer(own.merges, "cl100k"), Tokenizer(own.merges, special_tokens=("[PAD]", "<|endoftext|>"))):
+        other.save(folder / "other.json")
+        assert_refused("other.json", opened, folder, str(folder / "other.json"))
 
 
 def save_base(folder: Path, tok: Tokenizer) -> Path:
@@ -291,7 +259,7 @@ def test_a_base_with_an_added_token_is_trained_on_the_shards_of_its_vocabulary(t
     assert saved.fingerprint == (padded if named else tok).fingerprint
 
 
-def test_a_base_of_another_vocabulary_is_told_to_write_other_shards(tmp_path, prepare, train):
+def test_a_base_of_another_vocabulary_is_refused(tmp_path, prepare, train):
     base = save_base(tmp_path / "base", Tokenizer([(b"a", b"b")]))
     train.error(str(base), data=prepare(), init_from=base)
 
@@ -305,14 +273,11 @@ def test_the_origin_of_shards_is_what_their_manifest_says(tmp_path):
     said = dict(source="some/corpus/sample", commit="abc", tokens=50, documents=7, bytes=170, tokenizer="none")
     with_manifest(tmp_path, **said, skipped={"no text": 1200, "broken line": 3})
     assert origin(tmp_path) == said
-    assert summary(read_manifest(tmp_path)) == (
-        "50 tokens in 1 shards, 7 documents, 3.40 bytes per token, skipped documents: 1,200 (no text), 3 (broken line)"
-    )
-    nothing = "0 tokens in 0 shards, 0 documents, 0.00 bytes per token, skipped documents: none"
-    assert summary(new_manifest()) == nothing
+    assert re.findall(r"[\d.,]*\d", summary(read_manifest(tmp_path))) == ["50", "1", "7", "3.40", "1,200", "3"]
+    assert re.findall(r"[\d.,]*\d", summary(new_manifest())) == ["0", "0", "0", "0.00"]
 
 
-NAMES = {"edu_fineweb10B": "edufineweb", "my_shards": "my", "x_val 2.0": "x-val-2.0", "数据": "text"}
+NAMES = {"edu_fineweb10B": "edufineweb", "x_val 2.0": "x-val-2.0", "数据": "text"}
 
 
 @pytest.mark.parametrize("folder, name", NAMES.items())
@@ -325,15 +290,11 @@ def test_the_name_of_a_folder_is_that_of_its_shards(tmp_path, folder, name):
 
 def test_shards_of_datatrove_say_what_tokenized_them(tmp_path, byte_tokenizer):
     tokens = np.arange(100, dtype=np.uint16)
-    write_ds(tmp_path / "00000.ds", tokens, "openai-community/nowhere")
-    assert_refused("nowhere", data_tokenizer, tmp_path, "gpt2")
     for i in range(2):
         write_ds(tmp_path / f"{i:05d}.ds", tokens, str(byte_tokenizer))
     assert len(data_tokenizer(tmp_path, "gpt2")[0]) == 257, "a path that exists is used"
-    write_ds(tmp_path / "00000.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
-    assert_refused("HuggingFaceTB/SmolLM2-135M", data_tokenizer, tmp_path, "gpt2")
-    write_ds(tmp_path / "00001.ds", tokens, "HuggingFaceTB/SmolLM2-135M")
-    assert_refused("HuggingFaceTB/SmolLM2-135M", data_tokenizer, tmp_path, "gpt2")
+    write_ds(tmp_path / "00001.ds", tokens, "openai-community/nowhere")
+    assert_refused(str(byte_tokenizer), data_tokenizer, tmp_path, "gpt2")
     assert len(data_tokenizer(tmp_path, str(byte_tokenizer))[0]) == 257, "what the user says counts"
     (tmp_path / "00001.ds.metadata").write_text("SmolLM2")
     assert_refused("00001.ds.metadata", data_tokenizer, tmp_path, "gpt2")

@@ -1,4 +1,4 @@
-"""Other people's tokenizers: ids and text are those of `tokenizers`, and of transformers for a folder; damaged files."""
+"""Other people's tokenizers: ids and text are those of `tokenizers`, and of transformers for a folder."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ def assert_ids_of_tokenizers(tok: Tokenizer, content: dict) -> None:
 BYTES = [f"<0x{b:02X}>" for b in range(256)]
 
 
-def trained(model, normalizer, pre_tokenizer, decoder, added=(), **options) -> dict:
+def trained(model, normalizer, pre_tokenizer, decoder, **options) -> dict:
     theirs = HFTokenizer(model)
     theirs.normalizer = normalizer
     theirs.pre_tokenizer = pre_tokenizer
@@ -58,13 +58,12 @@ def trained(model, normalizer, pre_tokenizer, decoder, added=(), **options) -> d
     kind = {models.BPE: trainers.BpeTrainer, models.WordPiece: trainers.WordPieceTrainer}[type(model)]
     theirs.train_from_iterator([TEXT], kind(vocab_size=700, show_progress=False, **options))
     theirs.add_special_tokens(["[PAD]", AddedToken("<|user|>", lstrip=True), ENDOFTEXT])
-    theirs.add_tokens([AddedToken("c!", normalized=False), *added])
+    theirs.add_tokens([AddedToken("c!", normalized=False)])
     content = json.loads(theirs.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in BYTES]
     return content
 
 
-GEMMA_DECODER = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 ALPHABET = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 LLAMA_DECODER = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -77,25 +76,10 @@ KINDS = {
         LLAMA_DECODER,
         special_tokens=["<unk>", "<s>", "</s>", *BYTES],
     ),
-    "as Gemma": lambda: trained(
-        models.BPE(byte_fallback=True, fuse_unk=True),
-        normalizers.Replace(" ", "▁"),
-        pre_tokenizers.Split(" ", "merged_with_previous"),
-        GEMMA_DECODER,
-        special_tokens=BYTES,
-        added=["▁▁", "▁▁▁"],
-    ),
-    "NFKC, lower case and a space in front": lambda: trained(
+    "NFKC": lambda: trained(
         models.BPE(),
         normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()]),
         pre_tokenizers.ByteLevel(add_prefix_space=True),
-        decoders.ByteLevel(),
-        **ALPHABET,
-    ),
-    "single digits": lambda: trained(
-        models.BPE(ignore_merges=True),
-        None,
-        pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]),
         decoders.ByteLevel(),
         **ALPHABET,
     ),
@@ -149,19 +133,17 @@ def test_a_tokenizer_of_another_kind_decodes_as_tokenizers_does_and_counts_the_b
 
 
 def test_special_tokens_of_another_kind_become_ids_all_or_none(tmp_path):
-    tok = load(KINDS["single digits"](), tmp_path)
-    assert tok.token_bytes()[tok.eot_token] == 0
+    tok = load(KINDS["NFKC"](), tmp_path)
     text = f"a[PAD]{ENDOFTEXT}"
     for allowed in ((), {ENDOFTEXT}):
         with pytest.raises(ValueError):
             tok.encode(text, allowed_special=allowed)
     both = tok.encode(text, allowed_special={ENDOFTEXT, "[PAD]"})
-    assert both == tok.encode(text, allowed_special="all")
     assert both == [*tok.encode("a"), tok.special_tokens["[PAD]"], tok.eot_token]
 
 
 def test_a_fingerprint_tells_what_decides_ids(tmp_path):
-    content = KINDS["single digits"]()
+    content = KINDS["NFKC"]()
     tok = load(content, tmp_path)
     assert load(content | dict(decoder=None), tmp_path).same_ids(tok)
     for change in (dict(normalizer=dict(type="NFC")), dict(added_tokens=content["added_tokens"][:-1])):
@@ -171,7 +153,6 @@ def test_a_fingerprint_tells_what_decides_ids(tmp_path):
 # ---- folders of other models
 
 BESIDE = {
-    "a space in front": dict(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
     "as Llama 2": dict(tokenizer_class="LlamaTokenizer", legacy=False, add_prefix_space=False),
     "added tokens": dict(
         tokenizer_class="PreTrainedTokenizerFast",
@@ -184,7 +165,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("kind", ["as Llama 2", "single digits"])
+@pytest.mark.parametrize("kind", ["as Llama 2", "NFKC"])
 def test_a_folder_means_what_transformers_says(kind, beside, tmp_path):
     """Also as its tokenizer.json, and in a checkpoint that takes it over."""
     from transformers import AutoTokenizer
@@ -197,23 +178,13 @@ def test_a_folder_means_what_transformers_says(kind, beside, tmp_path):
     tok = Tokenizer.load(theirs)
     assert Tokenizer.load(theirs / "tokenizer.json").fingerprint == tok.fingerprint
     tok.save(tmp_path / "checkpoint")
-    tok.save(tmp_path / "shards/tokenizer.json")
-    for folder in ("checkpoint", "shards"):
-        assert Tokenizer.load(tmp_path / folder).fingerprint == tok.fingerprint
+    assert Tokenizer.load(tmp_path / "checkpoint").fingerprint == tok.fingerprint
     saved = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
     assert saved.eos_token == (reader.eos_token or ENDOFTEXT)
     for text in TEXTS:
         ids = reader.encode(text, add_special_tokens=False)
         assert tok.encode(text, allowed_special="all") == saved.encode(text, add_special_tokens=False) == ids
         assert tok.decode(ids) == reader.decode(ids)
-
-
-def test_a_folder_of_ours_that_transformers_saved_stays_ours(tmp_path):
-    from transformers import AutoTokenizer
-
-    TOK.save(tmp_path / "ours")
-    AutoTokenizer.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
-    assert Tokenizer.load(tmp_path / "theirs").fingerprint == TOK.fingerprint
 
 
 # ---- changes of a file of ours

@@ -20,7 +20,6 @@ PAGES = sorted((ROOT / "walk").glob("[0-9]_*.md"))
 ANY_PAGE = [ROOT / "README.md", *ROOT.glob("*/*.md")]
 HEADING = re.compile(r"^## ((\d+) .+)$", re.M)
 STATIONS = [(page, number) for page in PAGES for _, number in HEADING.findall(page.read_text("utf-8"))]
-each_station = pytest.mark.parametrize("page, number", STATIONS, ids=[number for _, number in STATIONS])
 
 
 def lines_of(result) -> list[str]:
@@ -35,7 +34,7 @@ def test_a_page_prints_what_it_shows(page):
 
 
 @pytest.mark.slow
-@each_station
+@pytest.mark.parametrize("page, number", STATIONS, ids=[number for _, number in STATIONS])
 def test_a_station_with_its_slow_blocks_prints_what_the_page_shows(page, number):
     text = page.read_text("utf-8").split(f"\n## {number} ")[1].split("\n## ")[0]
     if "```python slow" not in text:
@@ -94,13 +93,6 @@ def test_a_block_is_named_by_its_line(tmp_path, check):
     assert lines_of(result)[-1].startswith("FAIL")
 
 
-def test_write_records_what_a_block_prints(tmp_path, check):
-    page = page_of(tmp_path, "print(1 + 1)", "3")
-    assert check(page, "--write").returncode == 0
-    assert "\n2\n```" in page.read_text()
-    assert check(page).returncode == 0
-
-
 def test_slow_blocks_and_blocks_without_their_file_are_left_out(tmp_path, check):
     page = tmp_path / "page.md"
     block = "```python {}\nprint(2)\n```\n```text\n2\n```\n"
@@ -122,17 +114,6 @@ def test_a_shared_block_is_known_to_all_stations(tmp_path, check):
     assert check(page, "1").returncode not in (0, 2)
 
 
-def test_a_block_shows_what_it_prints_before_it_ends(tmp_path):
-    page = page_of(tmp_path, "print('first')\nwhile True: pass", "first")
-    child = subprocess.Popen([sys.executable, ROOT / "walk/run.py", page], stdout=subprocess.PIPE, text=True)
-    try:
-        assert "first\n" in iter(child.stdout.readline, "")
-    finally:
-        child.kill()
-        child.wait()
-        child.stdout.close()
-
-
 # ------------------------------------------------------------------------------------------------------- the reader
 
 
@@ -141,43 +122,20 @@ def test_a_reader_at_a_terminal_guesses_before_a_block_runs(tmp_path, check, mon
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stdin", terminal)
     result = check(page_of(tmp_path, "print(1 + 1)", "2", ask="All is said. **Predict** the\nsum:"))
-    shown = lines_of(result)
-    assert [line for line in shown if "the sum" in line]
-    printed = [i for i, line in enumerate(shown) if line.endswith("2")]
-    assert printed[0] < [i for i, line in enumerate(shown) if "seventeen" in line][0]
+    assert re.search(r"the sum[\s\S]*2\n[\s\S]*seventeen", result.stdout)
 
 
-def copy_of(folder: Path, page: Path, edits: dict[str, str]) -> tuple[Path, list[int]]:
-    """A reader's copy, and the lines that were edited."""
-    text = page.read_text(encoding="utf-8")
-    lines = []
-    for old, new in edits.items():
-        lines.append(text[: text.index(old)].count("\n") + 1)
-        text = text.replace(old, new, 1)
-    copy = folder / "mine.md"
-    copy.write_text(text, encoding="utf-8")
-    return copy, lines
-
-
-def test_two_edits_of_a_copy_are_both_named_and_no_failure(tmp_path, check):
-    edits = {"Batches(stream, sequence_length=8": "Batches(stream, sequence_length=4", "x[0].tolist()": "x[1].tolist()"}
-    copy, lines = copy_of(tmp_path, PAGES[0], edits)
-    result = check(copy, "2")
-    assert result.returncode == 0, result.stdout
-    (said,) = [line for line in lines_of(result) if "differs" in line]
-    for line in lines:
-        assert re.search(rf"\b{line}\b", said)
-
-
-def test_a_block_that_a_reader_adds_is_no_failure(tmp_path, check):
+def test_a_reader_may_edit_a_copy_of_a_page_and_what_it_shows_stays_an_expectation(tmp_path, check):
+    text = PAGES[0].read_text("utf-8")
     block = "```python\nprint(starts)\n```\n\n"
-    copy, _ = copy_of(tmp_path, PAGES[0], {"## 3 A forward pass": f"{block}## 3 A forward pass"})
-    assert check(copy, "2").returncode == 0
-
-
-def test_a_change_of_what_the_page_shows_is_a_failure_above_the_changed_line(tmp_path, check):
-    copy, _ = copy_of(tmp_path, PAGES[0], {"two of 45,913 windows": "two of 45,914 windows"})
-    assert check(copy, "2").returncode == 1
+    for old, new, code in (
+        ("x[0].tolist()", "x[1].tolist()", 0),
+        ("## 3 A forward pass", f"{block}## 3 A forward pass", 0),
+        ("two of 45,913 windows", "two of 45,914 windows", 1),
+    ):
+        assert old in text
+        (tmp_path / "mine.md").write_text(text.replace(old, new, 1), encoding="utf-8")
+        assert check(tmp_path / "mine.md", "2").returncode == code
 
 
 # --------------------------------------------------------------------------------------------------------- pictures
@@ -222,12 +180,6 @@ def test_a_picture_fits_a_page_and_has_the_title_that_its_page_gives_it(page):
             assert picture.text["Title"] == title
 
 
-def test_every_picture_of_the_folder_is_shown():
-    shown = "".join(page.read_text("utf-8") for page in ANY_PAGE)
-    for picture in [*ROOT.glob("walk/*.png"), *ROOT.glob("walk/*.svg")]:
-        assert f"{picture.name})" in shown, picture.name
-
-
 # ------------------------------------------------------------------------------------------------------------- links
 
 
@@ -255,14 +207,13 @@ def test_every_paper_is_linked_and_every_link_is_cited(page):
 # --------------------------------------------------------------------------------------------------------- notebooks
 
 
-def run_cells(path: Path, change=lambda code: code) -> str:
-    """What the code cells of a notebook print, in one process, from the folder that the notebook is in."""
+def run_cells(path: Path, change) -> None:
+    """Run the code cells of a notebook in one process, from the folder that the notebook is in."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     code = "\n".join(change("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return result.stdout
 
 
 @pytest.fixture
@@ -293,15 +244,6 @@ def test_a_notebook_has_every_block_of_its_page_and_its_links(notebook):
         assert code.strip() in sources
     for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", "\n".join(sources)):
         assert (path.parent / link).exists(), link
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_cells_of_a_page_s_notebook_run(page, notebook):
-    """Without the slow ones, and those whose data may be missing."""
-    others = re.findall(r"^```python (?!shared$)[^\n]*\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
-    left_out = {code.strip() for code in others}
-    run_cells(notebook(page), lambda code: "" if code in left_out else code)
 
 
 def test_the_notebook_for_colab_is_that_of_its_page(notebook):
