@@ -223,6 +223,11 @@ def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> 
     head = found.setdefault("lm_head.weight", table)  # a file has a tied matrix once
     if model.lm_head.weight is model.transformer.wte.weight and head is not table and not torch.equal(head, table):
         raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
+    first = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        written = first.setdefault(id(tensor), name)
+        if written in found:
+            found.setdefault(name, found[written])  # a file has a shared tensor once
     try:
         model.load_state_dict(found)
     except RuntimeError as e:
