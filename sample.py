@@ -8,8 +8,8 @@
     python sample.py gpt2 -- "- milk"                                # a prompt that begins with a dash
 
 A single text appears as it is generated, in whole characters; several appear together, once all are done. A text
-ends at `<|endoftext|>`, at another end that the model's files name, or after --max_new_tokens. Standard input loses its
-last line end. --chat uses the adapter's chat template, else the model's, else ours (parts/chat.py).
+ends at `<|endoftext|>`, at another end token that the model's files name, or after --max_new_tokens. Standard input
+loses its last line end. --chat uses the adapter's chat template, else the model's, else ours (parts/chat.py).
 """
 
 import sys
@@ -38,7 +38,7 @@ class Config:
     model: Annotated[str, Positional]  # checkpoint directory, run directory, or hub id (gpt2)
     prompt: Annotated[str, Positional] = ""  # start of the text; - reads it from stdin
     num_samples: Positive = 1  # texts to generate
-    max_new_tokens: Count = 200  # most tokens to generate
+    max_new_tokens: Count = 200  # stop after this many tokens
     temperature: NonNegative = 1.0  # 0 always takes the likeliest token; higher is more random
     top_k: Count = 50  # draw from the k likeliest tokens; 0 for all
     top_p: NonNegative = 1.0  # draw from the likeliest tokens that together have this probability

@@ -53,7 +53,7 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
         trained, train_losses = smoothed(*curve(records, "train", "loss", at))
         validated, losses = curve(records, "val", y, at)
         if not len(losses) and (y == "bpb" or not len(trained)):
-            raise UserError(f"--y {y}: the log of {name} has none; pass a training run, or --y loss")
+            raise UserError(f"--y {y}: the log of {name} has none; pass another run, or another --y")
         label = name.lstrip("_").replace("$", r"\$")  # a leading _ would hide it, and $ begin a formula
         if len(losses):
             label += f": {losses[-1]:.3f} at the end, lowest {losses.min():.3f}"
