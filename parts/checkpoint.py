@@ -11,7 +11,6 @@ This file knows nothing of training: the state that it stores is a dict, which t
 """
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -142,10 +141,9 @@ def find_model(model: str) -> Path:
             f"{path} holds no checkpoint yet and no model.safetensors; pass a run or checkpoint directory "
             "(an adapter: --adapter)"
         )
-    # a typo in a path must not become a request to the hub, where anybody could own that name; the pattern takes one
-    # slash at most, and none in front
-    local = path.exists() or model.startswith((".", "out/"))
-    if local or not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", model):
+    # a typo in a path must not become a request to the hub, where anybody could own that name; the hub's client refuses
+    # more than one slash, and one in front
+    if not model or path.exists() or model.startswith((".", "out/")):
         raise UserError(f"{model!r} is not a directory; pass a checkpoint, run directory or hub id such as gpt2")
     return snapshot(model)
 

@@ -156,18 +156,19 @@ class TokenStream:
     """The shards of one split, all in one directory, as one long sequence of tokens.
 
     Raises UserError for a shard that is damaged, or listed in manifest.json and missing, and for a token outside the
-    vocabulary of `tokenizer`, the ids below `vocab_size` except `unused_ids`: on a GPU it would surface only as a
+    vocabulary, the ids below `vocab_size` except `unused_ids`: on a GPU it would surface only as a
     device-side assert, or, if the model is padded to more ids, silently train. A split of up to SCANNED tokens is
     compared wholly, a larger split by the first 65,536 tokens of each shard.
     """
 
-    def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = (), tokenizer: str = "given"):
+    def __init__(self, paths: list[Path], vocab_size: int, unused_ids: Sequence[int] = ()):
         self.paths = paths
         self.shards = [Shard(path) for path in paths]
         self.starts = [0, *accumulate(map(len, self.shards))]  # of each shard, and the end
         if len(self) < 2:
             raise UserError(f"{paths[0]} has {len(self)} tokens; a split needs at least two, an input and its target")
-        for path in listed_shards(paths[0].parent):
+        for entry in read_manifest(paths[0].parent).get("shards", []):
+            path = paths[0].with_name(entry["file"])
             if not path.exists():
                 raise UserError(f"shard {path} is in manifest.json but missing; restore it, or write all again")
         for shard in self.shards:
@@ -177,8 +178,8 @@ class TokenStream:
                 foreign = (tokens >= vocab_size) | np.isin(tokens, unused_ids)
                 if foreign.any():
                     raise UserError(
-                        f"shard {shard.path} has token {tokens[foreign.argmax()]}, but tokenizer {tokenizer} has "
-                        f"{vocab_size} tokens; pass the shard's --tokenizer, or remove the shard"
+                        f"shard {shard.path} has token {tokens[foreign.argmax()]}, but its tokenizer has {vocab_size} "
+                        "tokens; pass the shard's --tokenizer, or remove the shard"
                     )
 
     def __len__(self) -> int:
@@ -206,18 +207,14 @@ class TokenStream:
     def digest(self) -> str:
         """Return 16 hexadecimal digits that identify these tokens in this order, wherever the shards are.
 
-        A run that resumes compares them, since other data would break its order. They hash the checksums in the
-        manifest; of a shard without one, its length, first and last tokens, since reading 20 GB takes too long.
+        A run that resumes compares them, since other data would break its order. They hash each shard's length, first
+        and last tokens, since reading 20 GB takes too long.
         """
-        listed = listed_shards(self.paths[0].parent)
         total = hashlib.sha256()
-        for path, shard in zip(self.paths, self.shards, strict=True):
-            if path in listed:
-                content = listed[path]["sha256"]
-            else:
-                ends = [shard.read(0, 4096), shard.read(max(len(shard) - 4096, 0), 4096)]
-                ends = np.concatenate(ends).astype("<u4")  # the same for every dtype
-                content = hashlib.sha256(ends.tobytes()).hexdigest()
+        for shard in self.shards:
+            ends = [shard.read(0, 4096), shard.read(max(len(shard) - 4096, 0), 4096)]
+            ends = np.concatenate(ends).astype("<u4")  # the same for every dtype
+            content = hashlib.sha256(ends.tobytes()).hexdigest()
             total.update(f"{len(shard)} {content}\n".encode())
         return total.hexdigest()[:16]
 
@@ -363,8 +360,3 @@ def summary(manifest: dict) -> str:
         f"{manifest['tokens']:,} tokens in {len(manifest['shards'])} shards, {manifest['documents']:,} documents, "
         f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
     )
-
-
-def listed_shards(directory: Path) -> dict[Path, dict]:
-    """Return {path: its entry} of all shards in a directory's manifest; {} if there is none."""
-    return {directory / entry["file"]: entry for entry in read_manifest(directory).get("shards", [])}

@@ -37,13 +37,7 @@ from parts.texts import notes_on, plain_texts, refuse_no_text, texts_of
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # largest .txt in bytes; it is in memory as a whole
 COUNTED = 2**20  # tokens counted at a time, at eight bytes each
-
-
-def origin(folder: Path) -> dict:
-    """Return the shards' source for the log, from their manifest; {} without a manifest."""
-    manifest = read_manifest(folder)
-    keys = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
-    return {key: manifest[key] for key in keys if manifest.get(key)}
+ORIGIN = ("source", "commit", "tokens", "documents", "bytes", "tokenizer")
 
 
 def verify(directory: Path) -> str:
@@ -76,7 +70,7 @@ class Shards(NamedTuple):
     train: TokenStream
     val: TokenStream
     tokenizer: Tokenizer
-    origin: dict  # the tokens' source, by `origin`
+    origin: dict  # what their manifest says of it, for the log
     warnings: list[str]  # facts, each with its remedy
 
 
@@ -95,21 +89,22 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     train_paths = find_shards(str(place), "train")
     val_paths = find_shards(str(place), "val")
     folder = train_paths[0].parent
-    tok, named = data_tokenizer(folder, tokenizer)
+    tok = data_tokenizer(folder, tokenizer)
     padded = -(-len(tok) // 128) * 128  # a size that suits tensor cores
     if len(tok) > vocab_size:
         raise UserError(f"the tokenizer has {len(tok)} tokens, more than --vocab_size {vocab_size}; pass {padded}")
     unused = tok.unused_ids(len(tok))  # the model may be padded to more ids, which no token has
-    val = TokenStream(val_paths, len(tok), unused, named)
-    train = TokenStream(train_paths, len(tok), unused, named)
-    if "next" in read_manifest(folder):
+    val = TokenStream(val_paths, len(tok), unused)
+    train = TokenStream(train_paths, len(tok), unused)
+    manifest = read_manifest(folder)
+    if "next" in manifest:
         warnings.append(f"{place} is incomplete; training on the shards written so far")
     if vocab_size > 2 * padded:
         warnings.append(
             f"{1 - len(tok) / vocab_size:.0%} of the {vocab_size:,} embeddings have no token; "
             f"pass --vocab_size {padded}"
         )
-    return Shards(train, val, tok, origin(folder), warnings)
+    return Shards(train, val, tok, {key: manifest[key] for key in ORIGIN if manifest.get(key)}, warnings)
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers
@@ -123,27 +118,24 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise UserError(str(e)) from e
 
 
-def data_tokenizer(directory: Path, tokenizer: str) -> tuple[Tokenizer, str]:
-    """Return the tokenizer of a directory of shards, and its name: the one beside them, which one that `tokenizer`
-    names must equal, or else that one, or GPT-2's. Raises UserError if the shards were written with another one."""
+def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
+    """Return the tokenizer of a directory of shards: the one beside them, which one that `tokenizer` names must equal,
+    or else that one, the one that datatrove's files name, or GPT-2's. Raises UserError if the shards have another."""
     own = directory / "tokenizer.json"
     beside = load_tokenizer(str(own)) if own.exists() else None
     name = tokenizer
     if tokenizer in ("gpt2", "train"):
-        name = str(own) if beside else ds_tokenizer(directory)
+        name = str(own)
+        if not beside:
+            names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
+            name = " and ".join(names) or "gpt2"
     tok = load_tokenizer(name)
     source = beside or tok
     written = read_manifest(directory).get("tokenizer") or source.fingerprint
     # one with further special tokens, such as [PAD], has the same ids for every text
     if source.fingerprint != written or not source.same_ids(tok):
         raise UserError(f"{directory} has another tokenizer than {name}; pass {own}, or write it again")
-    return tok, name
-
-
-def ds_tokenizer(directory: Path) -> str:
-    """Return the name of the tokenizer in the metadata of datatrove's files; without any, GPT-2's."""
-    names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
-    return " and ".join(sorted(names)) or "gpt2"
+    return tok
 
 
 # ------------------------------------------------------------------------------------------------- a text as shards

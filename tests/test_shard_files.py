@@ -64,30 +64,24 @@ def test_wide_ids_and_globs(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- the digest
 
 
-@pytest.mark.parametrize("describe", [with_manifest, lambda folder: folder], ids=["with a manifest", "without one"])
-def test_a_digest_knows_other_tokens_and_not_another_place(tmp_path, describe):
+def test_a_digest_knows_other_tokens_and_not_another_place(tmp_path):
     write_shards(tmp_path / "a")
-    before = open_stream(describe(tmp_path / "a")).digest()
+    before = open_stream(tmp_path / "a").digest()
     (tmp_path / "a").rename(tmp_path / "b")
     assert open_stream(tmp_path / "b").digest() == before
     path = tmp_path / "b" / "x_train_000001.npy"
     intact = np.load(path)
     for other in (intact[:-1], np.append(intact[:-1], intact[-1] ^ 1), np.insert(intact[1:], 0, intact[0] ^ 1)):
         np.save(path, other)
-        assert open_stream(describe(tmp_path / "b")).digest() != before
+        assert open_stream(tmp_path / "b").digest() != before
     np.save(path, intact)
     path.rename(tmp_path / "b" / "x_train_000009.npy")  # another order
-    assert open_stream(describe(tmp_path / "b")).digest() != before
+    assert open_stream(tmp_path / "b").digest() != before
 
 
-def test_a_digest_is_what_it_was_in_every_version_and_sees_every_token_through_a_manifest(tmp_path):
+def test_a_digest_is_what_it_was_in_every_version(tmp_path):
     write_shards(tmp_path, (30_000,))
     assert open_stream(tmp_path).digest() == "baaf530aa0b97514", "older runs would not resume"
-    assert open_stream(with_manifest(tmp_path)).digest() == "8b631b9beaca9f2f", "older runs would not resume"
-    tokens = np.load(tmp_path / "x_train_000000.npy")
-    tokens[15_000] ^= 1
-    np.save(tmp_path / "x_train_000000.npy", tokens)
-    assert open_stream(with_manifest(tmp_path)).digest() != "8b631b9beaca9f2f"
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -166,7 +160,7 @@ def test_a_token_of_another_tokenizer_is_refused_wherever_it_stands(tmp_path, pl
         paths = find_shards(str(tmp_path), "train")
         assert TokenStream(paths, 11, [3]).read(place, 1) == token
         culprit = paths[place // (2**16 + 5000)]
-        assert_refused(f"{culprit}.* {token}.*its.json", TokenStream, paths, 10, [3, 7], "its.json")
+        assert_refused(f"{culprit}.* {token}", TokenStream, paths, 10, [3, 7])
 
 
 def test_in_a_large_split_a_token_at_the_start_of_a_shard_is_refused(tmp_path):
