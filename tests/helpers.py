@@ -82,13 +82,6 @@ def start_script(script: str, *args, env=None, **kwargs) -> subprocess.Popen:
     return subprocess.Popen(command(script, *args, **kwargs), env=env or environment(), **pipes)
 
 
-def children_of(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
-    return found
-
-
 def state_of(pid: int) -> str:
     """As proc(5) has it: R, S, Z, ...; X for one that is no more."""
     try:

@@ -7,7 +7,6 @@ import pytest
 
 from bpe import train, try_tokenizer
 from bpe.tokenizer import Tokenizer, visible
-from parts.files import set_aside
 from tests.helpers import (
     ROOT,
     assert_user_error,
@@ -92,16 +91,6 @@ def test_an_old_tokenizer_is_renamed_and_never_deleted(run_train, tmp_path):
     out = tmp_path / "out"
     assert f"{out}.1" in run_train(*words, 263, "--overwrite").stdout
     assert [len(Tokenizer.load(tmp_path / name)) for name in ("out.1", "out")] == [262, 263]
-
-
-def test_what_is_set_aside_takes_the_next_free_number(tmp_path):
-    for n in range(3):
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out/file").write_text(str(n))
-        if n == 1:
-            (tmp_path / "out.2").symlink_to("nowhere")  # taken, even if it leads nowhere
-        assert set_aside(tmp_path / "out") == tmp_path / f"out.{(1, 3, 4)[n]}"
-    assert [(tmp_path / f"out.{n}" / "file").read_text() for n in (1, 3, 4)] == ["0", "1", "2"]
 
 
 def test_options_reach_the_trainer(run_train, tmp_path):

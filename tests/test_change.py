@@ -346,11 +346,3 @@ def test_logits_of_which_the_loss_knows_nothing_are_noted_before_the_first_save(
     flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, max_steps=1)
     said = run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
     assert said.count("note: ") == 2  # the other one is of transformers, at the first save
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_another_model_py_samples_with_one_note(copy, tmp_path):
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, max_lr=0.1)
-    run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
-    apply(DIFFS["ReLU²"], copy)
-    assert run(copy, "sample.py", tmp_path / "run", "The", device="cpu").count("note: ") == 1

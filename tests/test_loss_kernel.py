@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from parts.data import IGNORED
-from parts.loss import LinearCrossEntropy, cross_entropy_, plain_cross_entropy
+from parts.loss import cross_entropy_
 from tests.helpers import seeded
 
 if find_spec("triton") is None:
@@ -36,15 +36,6 @@ def call_kernel(logits, targets, vocab_size=0, need_gradient=True) -> tuple[torc
     from parts.loss_kernel import cross_entropy_
 
     return cross_entropy_(logits, targets, vocab_size or logits.size(1), need_gradient), logits
-
-
-def loss_and_gradients(x, weight, targets, scale: float) -> tuple[torch.Tensor, ...]:
-    """Of chunks of 256 positions: as a GPU computes them."""
-    from parts import loss, loss_kernel
-
-    loss.cross_entropy_ = loss_kernel.cross_entropy_  # this process is for the kernel alone
-    total = LinearCrossEntropy.apply(x, weight, targets, 256)
-    return total.detach(), *torch.autograd.grad(scale * total, (x, weight))
 
 
 def rows(n_rows: int, vocab_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,27 +91,3 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss_of_its_row_alone(interpret
     logits[4, 7] = value
     losses, _ = interpreted(call_kernel, logits, targets)
     assert losses.isfinite().tolist() == [True, True, True, True, False, True]
-
-
-@pytest.mark.parametrize("n_positions", [1, 256, 600])  # a few, a whole chunk, three of which the last is ragged
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_of_a_gpu_is_as_near_to_the_formula_as_the_one_without_a_kernel(interpreted, n_positions, dtype):
-    x = torch.randn(n_positions, 16, generator=seeded())
-    weight = torch.randn(300, 16, generator=seeded(1), requires_grad=True)
-    targets = torch.randint(300, (n_positions,), generator=seeded())
-    targets[1::5] = IGNORED
-    x = x.to(dtype).requires_grad_()
-    exact = x.detach().float().requires_grad_()
-    # in fp16 with the scale of a loss of 2^19 tokens; it comes last, or most gradients of logits would be 0
-    scale = 2**16 / 2**19
-    expected = plain_cross_entropy(exact, weight, targets)
-    expected_gradients = torch.autograd.grad(scale * expected, (exact, weight))
-    loss, *gradients = interpreted(loss_and_gradients, x, weight, targets, scale)
-    plain = LinearCrossEntropy.apply(x, weight, targets, 256)
-    plain_gradients = torch.autograd.grad(scale * plain, (x, weight))
-    assert loss.item() == pytest.approx(expected.item(), rel=10 * EPS[dtype])
-    assert [gradient.dtype for gradient in gradients] == [dtype, torch.float32]
-    for found, without, wanted in zip(gradients, plain_gradients, expected_gradients, strict=True):
-        error = (found - wanted).norm() / wanted.norm()
-        # to bf16 the interpreter truncates, where PyTorch and a GPU round
-        assert error < 2.5 * (without - wanted).norm() / wanted.norm() + 1e-6

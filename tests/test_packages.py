@@ -1,6 +1,5 @@
 """The files that say what to install say the same."""
 
-import re
 import tomllib
 
 from tests.helpers import ROOT
@@ -24,8 +23,3 @@ def test_the_lock_file_is_of_these_versions():
     for requirement in PROJECT["project"]["dependencies"] + PROJECT["dependency-groups"]["test"]:
         name, version = requirement.split("==")
         assert locked[name.lower().replace("_", "-")] == version
-
-
-def test_the_lock_file_names_no_server_but_pypi():
-    text = (ROOT / "uv.lock").read_text(encoding="utf-8")
-    assert set(re.findall(r"https?://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}

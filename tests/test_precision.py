@@ -41,7 +41,8 @@ def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, run_dir
 def h100(monkeypatch):
     """A machine with one, as far as its owner can tell."""
     facts = dict(is_available=True, device_count=1, set_device=None, get_device_capability=(9, 0))
-    for name, fact in (facts | dict(get_device_name="NVIDIA H100 80GB HBM3")).items():
+    facts |= dict(get_device_name="NVIDIA H100 80GB HBM3", is_bf16_supported=True)
+    for name, fact in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, fact=fact: fact)
     yield runtime.Runtime.setup("cuda", "bfloat16")
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -93,8 +94,10 @@ def test_the_plain_loss_does_not_round_the_logits_of_an_evaluation_either(monkey
 def test_the_residual_stream_is_in_bf16_where_a_gpu_multiplies_in_bf16(h100, dtype, expected):
     """On tensors without numbers."""
     found = []
-    with FakeTensorMode(), torch.device("cuda"), torch.autocast("cuda", getattr(torch, dtype)):
+    with torch.device("meta"):
         model = GPT(GPTConfig(n_positions=8, vocab_size=64, n_layer=1, n_head=1, n_embd=16))
+    with FakeTensorMode(), torch.device("cuda"), torch.autocast("cuda", getattr(torch, dtype)):
+        model.to_empty(device="cuda")
         model.transformer.h[0].register_forward_pre_hook(lambda block, args: found.append(args[0].dtype))
         model.hidden(torch.zeros(1, 8, dtype=torch.long))
     assert found == [expected]
@@ -141,43 +144,33 @@ def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens(rt):
 # ---- what fits
 
 
-class Scarce(torch.nn.Module):
-    """A model on a card that is full above `limit` sequences."""
-
-    def __init__(self, limit: int):
-        super().__init__()
-        self.gpt = small()
-        self.limit = limit
-        self.register_buffer("n_seen", torch.zeros(()))  # as a BatchNorm keeps
-        self.sizes = []
-        self.kept = []  # gradients and moments, during the forward pass
-
-    def make_optimizer(self):
-        self.optimizer = make_optimizer(self.gpt, Config(), runtime.Runtime.setup("cpu", "float32"))
-        return self.optimizer
-
-    def forward(self, idx, targets):
-        self.sizes.append(len(idx))
-        self.n_seen += 1
-        params = list(self.gpt.parameters())
-        self.kept.append((all(p.grad is not None for p in params), len(self.optimizer.optimizers[0].state)))
-        if len(idx) > self.limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.gpt(idx, targets)
-
-
 def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(rt):
-    model = Scarce(limit=10)
-    before = [p.clone() for p in model.parameters()]
+    """On a card that is full above ten sequences. The steps of the trials leave no trace."""
+    model = small()
+    model.register_buffer("n_seen", torch.zeros(()))  # as a BatchNorm keeps
+    params = list(model.parameters())
+    before = [p.clone() for p in params]
+    optimizer = make_optimizer(model, Config(), rt)
+    tried = []
+    kept = set()  # gradients and moments, during the forward pass
+
+    def allocate(module, args):
+        tried.append(len(args[0]))
+        module.n_seen += 1
+        kept.add((all(p.grad is not None for p in params), len(optimizer.optimizers[0].state)))
+        if len(args[0]) > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(allocate)
     sizes = [256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6]
-    assert trials.largest_that_fits(model, sizes, (16, 200), rt, model.make_optimizer) == 8
-    assert model.sizes == sizes[:-1]
-    assert set(model.kept) == {(True, len(before))}
-    assert all(map(torch.equal, model.parameters(), before))  # the steps of the trials leave no trace
+    assert trials.largest_that_fits(model, sizes, (16, 200), rt, lambda: optimizer) == 8
+    assert tried == sizes[:-1]
+    assert kept == {(True, len(params))}
+    assert all(map(torch.equal, params, before))
     assert model.n_seen == 0
-    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is None for p in params)
     with pytest.raises(UserError):
-        trials.largest_that_fits(model, [128], (16, 200), rt, model.make_optimizer)
+        trials.largest_that_fits(model, [128], (16, 200), rt, lambda: optimizer)
 
 
 def test_activation_checkpointing_changes_no_number(train, tmp_path):

@@ -1,7 +1,6 @@
 """The machine as a run sees it: batches on their way to the device."""
 
 import json
-import signal
 import threading
 import time
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from parts import runtime
 from parts.cli import UserError
 from parts.runtime import prefetch
 
@@ -52,25 +50,6 @@ def test_prefetch_is_one_batch_ahead_and_ends_with_its_reader():
     assert len(made) == 2
     reader.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
-
-
-def test_a_signal_while_the_compile_workers_start_comes_afterwards(monkeypatch):
-    from torch._inductor.async_compile import AsyncCompile
-
-    started = []
-
-    def warm_pool():
-        signal.raise_signal(signal.SIGINT)
-        started.append(True)
-
-    monkeypatch.setattr(AsyncCompile, "warm_pool", warm_pool)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            runtime._start_compile_workers()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert started
 
 
 def test_a_profile_has_the_operators_of_the_steps_that_were_asked_for(train, run_dir):

@@ -54,17 +54,6 @@ def test_all_libraries_split_by_the_known_patterns_alike(text):
         assert splitter(PATTERNS[name][0]).split(text) == by_tiktoken(spelling, text) == by_tokenizers(spelling, text)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("one", [r"\p{L}", r"\p{N}", r"\s"])
-def test_tiktoken_and_tokenizers_agree_what_every_character_is(one):
-    """They have their tables of Unicode compiled in: when one of them gets a newer one, ids differ."""
-    codes = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]  # surrogates are no characters
-    everything = "".join(map(chr, codes))
-    encoding = tiktoken.Encoding("bytes", pat_str=one, mergeable_ranks=BYTES, special_tokens={})
-    found = pre_tokenizers.Split(Regex(f"{one}+"), "removed", invert=True).pre_tokenize_str(everything)
-    assert bytes(encoding.encode_ordinary(everything)).decode() == "".join(piece for piece, _ in found)
-
-
 @pytest.mark.parametrize("pattern", [r"\w+", r"(\w)+|\W"])
 def test_another_pattern_is_read_by_tokenizers_in_training_and_encoding(pattern, tmp_path):
     """Also one that leaves out some of the text, which loses nothing."""

@@ -3,27 +3,20 @@
 `python walk/run.py` runs the same, and says more where something differs.
 """
 
-import io
-import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, environment, run_script
+from tests.helpers import ROOT, read_json, run_script, succeed
 from walk import run
 
 PAGES = sorted((ROOT / "walk").glob("[0-9]_*.md"))
 ANY_PAGE = [ROOT / "README.md", *ROOT.glob("*/*.md")]
 HEADING = re.compile(r"^## ((\d+) .+)$", re.M)
 STATIONS = [(page, number) for page in PAGES for _, number in HEADING.findall(page.read_text("utf-8"))]
-
-
-def lines_of(result) -> list[str]:
-    return result.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -86,13 +79,6 @@ def test_numbers_that_differ_by_more_fail(how, shown, printed, tmp_path, check):
     assert check(page_of(tmp_path, f"print({printed!r})", shown, how)).returncode == 1
 
 
-def test_a_block_is_named_by_its_line(tmp_path, check):
-    result = check(page_of(tmp_path, "print(1 + 1)", "3"))
-    assert result.returncode == 1
-    assert re.search(r"\b7\b", result.stdout)
-    assert lines_of(result)[-1].startswith("FAIL")
-
-
 def test_slow_blocks_and_blocks_without_their_file_are_left_out(tmp_path, check):
     page = tmp_path / "page.md"
     block = "```python {}\nprint(2)\n```\n```text\n2\n```\n"
@@ -105,24 +91,7 @@ def test_slow_blocks_and_blocks_without_their_file_are_left_out(tmp_path, check)
     assert check(page, "7").returncode == 2
 
 
-def test_a_shared_block_is_known_to_all_stations(tmp_path, check):
-    page = tmp_path / "page.md"
-    block = "```python\nprint(x)\n```\n```text\n2\n```\n"
-    page.write_text("## 1 One\n\n" + block + "\n## 2 Two\n\n```python shared\nx = 2\n```\n")
-    assert check(page, "1").returncode == 0
-    page.write_text(page.read_text().replace("x = 2", "x = 1 / 0"))
-    assert check(page, "1").returncode not in (0, 2)
-
-
 # ------------------------------------------------------------------------------------------------------- the reader
-
-
-def test_a_reader_at_a_terminal_guesses_before_a_block_runs(tmp_path, check, monkeypatch):
-    terminal = io.StringIO("seventeen\n")
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdin", terminal)
-    result = check(page_of(tmp_path, "print(1 + 1)", "2", ask="All is said. **Predict** the\nsum:"))
-    assert re.search(r"the sum[\s\S]*2\n[\s\S]*seventeen", result.stdout)
 
 
 def test_a_reader_may_edit_a_copy_of_a_page_and_what_it_shows_stays_an_expectation(tmp_path, check):
@@ -207,49 +176,13 @@ def test_every_paper_is_linked_and_every_link_is_cited(page):
 # --------------------------------------------------------------------------------------------------------- notebooks
 
 
-def run_cells(path: Path, change) -> None:
-    """Run the code cells of a notebook in one process, from the folder that the notebook is in."""
-    cells = json.loads(path.read_text("utf-8"))["cells"]
-    code = "\n".join(change("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=path.parent, env=environment(), capture_output=True, text=True, timeout=1800)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-
-
-@pytest.fixture
-def notebook():
-    """notebook(page): made by the command, in out/."""
-    made = []
-
-    def make(page: Path) -> Path:
-        target = ROOT / "out" / f"{page.stem}_{os.getpid()}.ipynb"
-        target.parent.mkdir(exist_ok=True)
-        made.append(target)
-        result = run_script("walk/run.py", page, "--notebook", target)
-        assert result.returncode == 0, result.stderr
-        return target
-
-    yield make
-    for target in made:
-        target.unlink()
-
-
-def test_a_notebook_has_every_block_of_its_page_and_its_links(notebook):
-    page = PAGES[0]
-    text = page.read_text("utf-8")
-    path = notebook(page)
-    cells = json.loads(path.read_text("utf-8"))["cells"]
-    sources = ["".join(cell["source"]) for cell in cells]
-    for code in re.findall(r"^```python[^\n]*\n(.*?)^```", text, re.M | re.S):
-        assert code.strip() in sources
-    for link in re.findall(r"\]\((?!https?:|#)([^)\s#]+)", "\n".join(sources)):
-        assert (path.parent / link).exists(), link
-
-
-def test_the_notebook_for_colab_is_that_of_its_page(notebook):
-    made = notebook(ROOT / "walk/colab.md").read_text("utf-8")
+def test_the_notebook_for_colab_is_that_of_its_page():
+    made = ROOT / "out" / f"colab_{os.getpid()}.ipynb"
+    made.parent.mkdir(exist_ok=True)
+    succeed("walk/run.py", "walk/colab.md", "--notebook", made, cwd=ROOT)
     kept = (ROOT / "walk/colab.ipynb").read_text("utf-8")
-    assert kept == made.replace("(../walk/", "(")
+    assert kept == made.read_text("utf-8").replace("(../walk/", "(")
+    made.unlink()
 
 
 @pytest.mark.slow
@@ -266,5 +199,8 @@ def test_the_notebook_for_colab_runs_in_small(tmp_path):
         copy = tmp_path / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / name).read_bytes())
-    run_cells(tmp_path / "walk/colab.ipynb", shorter)
+    cells = read_json(ROOT / "walk/colab.ipynb")["cells"]
+    code = "\n".join(shorter("".join(cell["source"])) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "walk/cells.py").write_text(code, encoding="utf-8")
+    succeed(tmp_path / "walk/cells.py", cwd=tmp_path / "walk", timeout=1800)
     assert (tmp_path / "out/both.png").exists()
