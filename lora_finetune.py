@@ -339,11 +339,7 @@ def settle_schedule(config: Config, n_examples: int, rt: Runtime) -> Config:
 
 def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GPT:
     """Return the model to train: the base with a new or loaded adapter, or all weights of the base or a checkpoint."""
-    trainable, fraction = lora.trainable_parameters(base, config.targets, config.lora_dim)
-    rt.print(
-        f"{config.base}: {base.num_params():,} parameters on {rt.description}\n"
-        f"training {trainable:,} parameters ({fraction:.3%})"
-    )
+    rt.print(f"{config.base}: {base.num_params():,} parameters on {rt.description}")
     model = base
     if config.lora_dim:
         if source := checkpoint or config.adapter:
@@ -352,10 +348,12 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
             torch.manual_seed(config.seed)
             new = LoRAConfig(config.lora_dim, config.lora_alpha, config.lora_dropout, config.targets, config.rslora)
             model = lora.add_lora(base, new)
-        if rt.dtype != torch.float32:
-            lora.cast_frozen(model, rt.dtype)
     elif checkpoint:
         model = read_model(checkpoint, config.dropout, base.config.attention)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    rt.print(f"training {trainable:,} parameters ({trainable / model.num_params():.3%})")
+    if config.lora_dim and rt.dtype != torch.float32:
+        lora.cast_frozen(model, rt.dtype)
     if config.activation_checkpointing:
         checkpoint_activations(model.transformer.h)
     return model

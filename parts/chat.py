@@ -15,7 +15,6 @@ the model continues. A model that was finetuned elsewhere has a template of its 
 This file knows nothing of torch, models, or files of rows.
 """
 
-import json
 import re
 import string
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from parts.cli import UserError
-from parts.files import read_json
+from parts.files import read_json, write_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 AT_ONCE = 1000  # conversations to render: what the library keeps about each token takes a hundred times its id's memory
@@ -166,10 +165,8 @@ def save_chat_files(path: Path, tokenizer: Tokenizer, chat: Chat | None = None) 
     text = chat.reader.get_chat_template()
     (path / TEMPLATE_FILE).write_text(text, encoding="utf-8")
     # transformers.js and older servers look for the template here only; transformers prefers the file
-    update_json(path / "tokenizer_config.json", chat.reader.special_tokens_map | dict(chat_template=text))
-    update_json(path / "generation_config.json", dict(eos_token_id=sorted(chat.end_tokens)))
-
-
-def update_json(file: Path, changes: dict) -> None:
-    content = read_json(file) if file.exists() else {}
-    file.write_text(json.dumps(content | changes, indent=2) + "\n", encoding="utf-8")
+    changes = chat.reader.special_tokens_map | dict(chat_template=text)
+    write_json(path / "tokenizer_config.json", read_json(path / "tokenizer_config.json") | changes)
+    generation = path / "generation_config.json"  # beside an adapter there is none
+    content = read_json(generation) if generation.exists() else {}
+    write_json(generation, content | dict(eos_token_id=sorted(chat.end_tokens)))

@@ -62,11 +62,14 @@ def errors_name(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         e.strerror = e.strerror or str(e)
-        if not e.filename or any(part.endswith(".tmp") for part in Path(str(e.filename)).parts):
-            e.filename = str(path)
+        e.filename = str(path)
         raise
     except (RuntimeError, SafetensorError) as e:
         raise OSError(None, str(e).splitlines()[0], str(path)) from e
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -11,7 +11,6 @@ This file knows nothing of runs, tokenizers or training.
 
 import contextlib
 import hashlib
-import json
 import math
 import sys
 from dataclasses import fields, replace
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from model import GPT, GPTConfig
 from parts.cli import UserError
-from parts.files import read_json
+from parts.files import read_json, write_json
 from parts.lora import TARGETS, LoRAConfig, add_lora
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -165,8 +164,8 @@ def write_model(folder: str | Path, model: GPT, gpt2: bool, eos: int | None = No
     generation = dict(do_sample=True, top_k=50, **tokens)
     if suppress:
         generation["suppress_tokens"] = suppress
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", generation)
     tensors = {}
     for name, tensor in to_files(model).items():
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
@@ -291,7 +290,7 @@ def save_adapter(folder: Path, model: GPT, base: str, base_sha256: str) -> None:
         use_rslora=config.rslora,
         inference_mode=True,
     )
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(folder / SETTINGS, settings)
     tensors = {name: p.detach().to("cpu", torch.float32) for name, p in factors(model).items()}
     # not save_file, which makes a file that only its owner may read
     (folder / FACTORS).write_bytes(save(tensors, dict(base_sha256=base_sha256)))  # peft reads no metadata

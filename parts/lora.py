@@ -177,12 +177,3 @@ def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
             module.weight.data = module.weight.data.to(dtype)
             module.bias.data = module.bias.data.to(dtype)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
-
-
-def trainable_parameters(model: GPT, targets: tuple[str, ...], r: int) -> tuple[int, float]:
-    """Count (number at rank r, fraction of base and adapter together), for a plain model; rank 0 is full finetuning."""
-    total = model.num_params()
-    if not r:
-        return total, 1.0
-    n = r * sum(sum(model.get_submodule(name).weight.shape) for name in target_names(model, targets))  # r (in + out)
-    return n, n / (total + n)

@@ -190,7 +190,7 @@ def test_what_is_written_is_spoken_to_in_the_form_that_was_trained(finetune, tmp
         theirs = AutoTokenizer.from_pretrained(tmp_path / path)
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert ids == chat.our_chat(small_tokenizer).prompt_ids(messages)
-        assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == small_tokenizer.eot_token
+        assert GenerationConfig.from_pretrained(tmp_path / path).eos_token_id == [small_tokenizer.eot_token]
 
 
 def test_a_base_with_a_template_of_its_own_is_told_that_it_gets_ours(finetune, base, tmp_path, small_tokenizer):

@@ -130,8 +130,6 @@ def test_trainable_parameters_on_gpt2(r):
     with torch.device("meta"):
         model = GPT(GPTConfig())
     count = 147_456 * r  # r (in + out) of the four projections of 12 blocks
-    assert lora.trainable_parameters(model, TARGETS, r) == (count, count / (124_439_808 + count))
-    assert lora.trainable_parameters(model, TARGETS, 0) == (124_439_808, 1.0)
     lora.add_lora(model, LoRAConfig(r, 16.0))
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
 
