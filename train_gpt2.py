@@ -245,7 +245,6 @@ def main() -> None:
         rt.print(f"note: training ignores your GPT.logits: {remedy}", file=sys.stderr)
     config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
     optimizer = make_optimizer(model, config, rt)
-    rt.print(f"optimizer: {optimizer}")
     run = open_run(directory, config, model, optimizer, data)
     train(config, run, model, loss_fn, optimizer, data)
     print_summary(config, run)

@@ -157,13 +157,6 @@ class Optimizer:
         for group in self.param_groups():
             group["peak"] = group["lr"]
 
-    def __str__(self) -> str:
-        words = []
-        for optimizer in self.optimizers:
-            n = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-            words.append(f"{type(optimizer).__name__} for {n:,} parameters")
-        return ", ".join(words)
-
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
