@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from benchmarks.steps import mfu
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, residual_dtype
 from parts import runtime, trials
 from parts.checkpoint import checkpoint_steps, load_train_state
 from parts.cli import UserError
@@ -41,7 +42,7 @@ def test_the_scale_of_fp16_halves_after_a_bad_step_and_is_resumed(train, run_dir
 def h100(monkeypatch):
     """A machine with one, as far as its owner can tell."""
     facts = dict(is_available=True, device_count=1, set_device=None, get_device_capability=(9, 0))
-    facts |= dict(get_device_name="NVIDIA H100 80GB HBM3", is_bf16_supported=True)
+    facts |= dict(get_device_name="NVIDIA H100 80GB HBM3")
     for name, fact in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, fact=fact: fact)
     yield runtime.Runtime.setup("cuda", "bfloat16")
@@ -90,17 +91,20 @@ def test_the_plain_loss_does_not_round_the_logits_of_an_evaluation_either(monkey
         assert model.loss(x, targets).item() == pytest.approx(chunked, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype, expected", [("bfloat16", torch.bfloat16), ("float16", torch.float32)])
-def test_the_residual_stream_is_in_bf16_where_a_gpu_multiplies_in_bf16(h100, dtype, expected):
-    """On tensors without numbers."""
-    found = []
-    with torch.device("meta"):
-        model = GPT(GPTConfig(n_positions=8, vocab_size=64, n_layer=1, n_head=1, n_embd=16))
-    with FakeTensorMode(), torch.device("cuda"), torch.autocast("cuda", getattr(torch, dtype)):
-        model.to_empty(device="cuda")
-        model.transformer.h[0].register_forward_pre_hook(lambda block, args: found.append(args[0].dtype))
-        model.hidden(torch.zeros(1, 8, dtype=torch.long))
-    assert found == [expected]
+RESIDUAL = [  # (device, autocast's dtype, the residual stream's)
+    ("cuda", torch.bfloat16, torch.bfloat16),
+    ("cuda", torch.float16, torch.float32),
+    ("cuda", None, torch.float32),
+    ("cpu", torch.bfloat16, torch.float32),
+]
+
+
+@pytest.mark.parametrize("device, products, expected", RESIDUAL)
+def test_the_residual_stream_is_in_bf16_where_a_gpu_multiplies_in_bf16(monkeypatch, device, products, expected):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda asked: bool(products))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda asked: products)
+    embeddings = SimpleNamespace(device=torch.device(device), dtype=torch.float32)
+    assert residual_dtype(embeddings) == expected
 
 
 def test_whoever_asks_for_fp32_does_not_get_tf32():
