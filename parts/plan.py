@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from model import GPT, GPTConfig
 from parts.cards import FLOPS, LAUNCHES, RATES
+from parts.cli import UserError
 from parts.loss import chunk_size
 from parts.optim import make_optimizer
 from parts.runtime import Runtime, checkpoint_activations
@@ -33,8 +34,8 @@ from parts.trials import find_micro_batch_size, timed_step
 
 
 def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
-    """Print what a run needs, how long its steps take on one card, and here. Nothing is written. Raises UserError for
-    missing data.
+    """Print what a run needs, how long its steps take on one card, and here. Nothing is written, and data need not
+    be there yet.
 
     `config` is the settled Config of train_gpt2.py.
     """
@@ -54,9 +55,12 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
     for card, rate in RATES.items():
         rate *= FLOPS / model.estimate_flops(config.sequence_length)
         rt.print(about_time(config, card, min(rate, config.total_batch_size / LAUNCHES)))
-    n_tokens = count_tokens(config)
-    passes = config.max_steps * config.total_batch_size / n_tokens
-    rt.print(f"data    {config.data}, about {n_tokens:,} training tokens, {passes:,.2f} epochs")
+    try:
+        n_tokens = count_tokens(config)
+        passes = config.max_steps * config.total_batch_size / n_tokens
+        rt.print(f"data    {config.data}, about {n_tokens:,} training tokens, {passes:,.2f} epochs")
+    except UserError as e:
+        rt.print(f"note: {e}")
     rt.print(about_time(config, "this machine", rate_here(config, shape, rt)))
 
 

@@ -136,6 +136,12 @@ def test_a_dry_run_names_missing_data_and_leaves_nothing_behind(train, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_plan_comes_before_the_shards(train, tmp_path):
+    result = train(dry_run=True, data=tmp_path / "shards")
+    assert str(tmp_path / "shards") in result.stdout
+    assert "this machine" in rates_of(result.stdout)
+
+
 def test_a_plan_times_this_machine_and_cards(train, tmp_path):
     """On shards."""
     data, _ = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
