@@ -33,7 +33,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from bpe.tokenizer import Tokenizer, cpu_count
+from bpe.tokenizer import Tokenizer
+from bpe.training import cpu_count
 from parts.cli import Count, Stopped, Tokens, UserError, counted, parse_args, script
 from parts.data import new_manifest, read_manifest, summary
 from parts.files import errors_name, exclusive_lock, free_bytes, remove_leftovers

@@ -261,7 +261,9 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
     n_steps = config.max_steps - run.step
     step_batches = training_batches(data.train, n_sequences, run.step, n_steps, config.micro_batch_size)
     batches = prefetch(step_batches, rt.device)  # reads them one step ahead
-    steps = profiled(run.steps(), config.profile, Path(config.out_dir, "profile.json"), rt)
+    steps = run.steps()
+    if config.profile and rt.is_main:
+        steps = profiled(steps, config.profile, Path(config.out_dir, "profile.json"), rt)
     with run:  # opens the log, and closes it whatever happens
         if evaluate_if_due(config, run, model, loss_fn, data):  # --init_from, or what an interruption skipped
             run.end()

@@ -29,7 +29,6 @@ from bpe import formats
 from bpe.chunks import KNOWN, SINGLE_BYTES, any_of, full_pattern, valid_unicode
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
 from bpe.training import TIE_BREAKS, learn
-from bpe.training import cpu_count as cpu_count  # other folders take it from here
 
 SIGNS = str.maketrans(" \n\t", "␣⏎⇥")
 Names = str | Collection[str]  # of special tokens

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import math
 import sys
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -38,7 +38,6 @@ GPT2 = dict(  # what a config.json says of the computation; a missing key means 
     add_cross_attention=False,
 )
 CHANGED = "changed-gpt2"
-OF_A_RUN = ("dropout", "attention")  # fields of GPTConfig that belong to whoever loads a model, not to its files
 HUB_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "model*.safetensors"]
 
 
@@ -76,8 +75,7 @@ def transposed(name: str, tensor: Tensor) -> Tensor:
 
 def config_of(model: GPT, gpt2: bool) -> dict:
     """Return a model's config.json."""
-    config = {name: getattr(model.config, name) for name in stored_fields()}
-    config["dtype"] = "float32"
+    config = asdict(model.config) | dict(dtype="float32")
     if not gpt2:
         return config | dict(architectures=["ChangedGPT2"], model_type=CHANGED, activation_function=CHANGED)
     return config | GPT2 | dict(
@@ -87,10 +85,6 @@ def config_of(model: GPT, gpt2: bool) -> dict:
         n_ctx=model.config.n_positions,  # llama.cpp reads this name
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.config.dropout),
     )
-
-
-def stored_fields() -> list[str]:
-    return [field.name for field in fields(GPTConfig) if field.name not in OF_A_RUN]
 
 
 @torch.no_grad()
@@ -187,9 +181,8 @@ def read_config(folder: Path, dropout: float = 0.0, attention: str = "flash") ->
             if found.get(key) != value:
                 raise UserError(f"{file}: {key} is {found.get(key)!r}, not GPT-2's {value!r}; choose a GPT-2")
     try:
-        return GPTConfig(
-            **{name: config[name] for name in stored_fields() if name in config}, dropout=dropout, attention=attention
-        )
+        stored = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
+        return GPTConfig(**stored | dict(dropout=dropout, attention=attention))
     except (AssertionError, TypeError, ValueError) as e:
         raise UserError(f"{file}: {e}") from e
 

@@ -180,8 +180,7 @@ class Optimizer:
             torch._foreach_mul_(grads, 1 / self.loss_scale.scale)
         norm = torch.nn.utils.get_total_norm(grads)
         if max_norm:
-            factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(grads, factor)
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
     def step(self, finite: Tensor) -> None:

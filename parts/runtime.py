@@ -343,14 +343,14 @@ def make_deterministic() -> None:
 
 def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Iterator[int]:
     """Yield `steps`, and watch `n_steps` of them with torch.profiler after the first two, which compile. Prints a table
-    by kernel and writes a trace for ui.perfetto.dev, on the first rank only."""
+    by kernel and writes a trace for ui.perfetto.dev."""
     device = "cpu" if rt.device.type == "cpu" else "device"
+    profiler = torch.profiler.profile()
     for i, step in enumerate(steps):
-        if i == 2 and n_steps and rt.is_main:
-            profiler = torch.profiler.profile()
+        if i == 2:
             profiler.start()
         yield step
-        if i == 1 + n_steps and n_steps and rt.is_main:
+        if i == 1 + n_steps:
             rt.synchronize()
             profiler.stop()
             rt.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=20))

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -162,11 +163,10 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
     # everything that decides the shards, so that a change to any of it makes others
     key = hashlib.sha256(f"{TRAIN_FRACTION} {wanted} {json.dumps(parts)}".encode()).hexdigest()[:16]
     directory = cache / f"{place.resolve().stem[:60]}-{key}"  # a name has 255 bytes at most, a character up to 4
-    if is_intact(directory):  # before the lock: an intact cache may be read-only, and all ranks come here at once
-        return directory, notes
     cache.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
-        if is_intact(directory):  # another run has made it
+        with suppress(UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
+            verify(directory)
             return directory, notes
         try:
             tok = tok or Tokenizer.train(firsts, vocab_size)
@@ -174,14 +174,6 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
             raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
         write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=place.name))
     return directory, notes
-
-
-def is_intact(directory: Path) -> bool:
-    try:
-        verify(directory)
-    except (UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
-        return False
-    return True
 
 
 def read_text(path: Path) -> str:

@@ -125,15 +125,6 @@ def test_a_run_waits_for_another_that_makes_its_cache(prepare, monkeypatch):
     assert min(patience) > 600
 
 
-def test_an_intact_cache_is_used_without_a_lock(tmp_path, prepare):
-    """All ranks come at once, and a cache may be read-only."""
-    directory = prepare()
-    (lock,) = (tmp_path / "cache").glob("*.lock")
-    lock.unlink()
-    lock.mkdir()  # whoever locks now fails
-    assert prepare() == directory
-
-
 def test_texts_that_cannot_be_used(tmp_path):
     path = tmp_path / "x.txt"
     plain = tmp_path / "plain.json"
