@@ -59,7 +59,6 @@ from parts.conversations import (
 from parts.evaluation import complete, validate
 from parts.files import refuse_folders, write_atomically
 from parts.huggingface import load_adapter, read_adapter, read_config, read_model, save_adapter, weights_sha256
-from parts.log import of_kind
 from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
 from parts.report import import_tracker
@@ -415,10 +414,8 @@ def print_summary(config: Config, run: Run) -> None:
         after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
         print(f"\nvalidation loss {losses[0]:.4f} before, {after}")
     print(f"{run.report.median_rate():,.0f} answer tokens/s")
-    first = of_kind(run.report.records, "train")[0].get("loss") or math.nan
-    last = run.report.last_loss()
-    if not last < first + 1:  # or nan
-        print(f"\nthe training loss rose from {first:.2f} to {last:.2f}: try a tenth of --max_lr {config.max_lr:g}")
+    if run.report.diverged():
+        print(f"\nthe run diverged; lower --max_lr {config.max_lr:g}")
         return
     model = shlex.quote(config.out_dir)
     if config.lora_dim:

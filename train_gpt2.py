@@ -526,9 +526,8 @@ def print_summary(config: Config, run: Run) -> None:
     if not run.rt.is_main:
         return
     run.report.print_results()
-    guess = run.report.run_info["uniform_loss"]
-    if not run.report.last_loss() < guess + 1:  # or nan; random weights start slightly above a guess
-        print(f"\nthe run diverged: a uniform guess scores {guess:.2f}; lower --max_lr {config.max_lr} (and --muon_lr)")
+    if run.report.diverged():
+        print(f"\nthe run diverged; lower --max_lr {config.max_lr} (and --muon_lr)")
     elif config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(

@@ -145,11 +145,14 @@ class Report:
         vals = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
         return {val["step"]: val["loss"] for val in vals if measure(val) == measure(vals[-1])}
 
-    def last_loss(self) -> float:
-        """Return the lower one of the newest training and validation losses: a training loss may be a sum with others,
-        and that of validation is high for a memorized text. nan if neither is finite."""
-        newest = of_kind(self.records, "train")[-1:] + of_kind(self.records, "val")[-1:]
-        return min((record["loss"] for record in newest if record.get("loss") is not None), default=math.nan)
+    def diverged(self) -> bool:
+        """Return whether training and validation end above the first loss and a uniform guess. One alone says little: a
+        training loss may be a sum with others, and validation of a memorized text is high."""
+        trained = of_kind(self.records, "train")
+        newest = trained[-1:] + of_kind(self.records, "val")[-1:]
+        last = min((record["loss"] for record in newest if record["loss"] is not None), default=math.inf)
+        # random weights start slightly above a guess
+        return last > 1 + max(trained[0]["loss"] or 0, self.run_info.get("uniform_loss", 0))
 
     def print_results(self) -> None:
         """Print the final losses, the tokens read, the speed, and where validation was lowest."""

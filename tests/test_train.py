@@ -161,7 +161,8 @@ def test_a_run_that_memorizes_its_text_is_not_said_to_diverge(train, tmp_path):
     assert "sample.py" in result.stdout
 
 
-def test_a_loss_with_another_one_added_is_not_said_to_diverge(train, monkeypatch):
+@pytest.mark.parametrize("eval_interval", [0, 10])
+def test_a_loss_with_another_one_added_is_not_said_to_diverge(train, monkeypatch, eval_interval):
     """As that of a second head: training has a loss far above a guess, and validation has not."""
     real = GPT.loss
 
@@ -169,7 +170,7 @@ def test_a_loss_with_another_one_added_is_not_said_to_diverge(train, monkeypatch
         return real(self, *args, **options) + (12.0 if self.training else 0.0)
 
     monkeypatch.setattr(GPT, "loss", with_another)
-    assert "--max_lr" not in train(max_steps=20).stdout
+    assert "--max_lr" not in train(max_steps=20, eval_interval=eval_interval).stdout
 
 
 def test_a_rise_of_validation_names_the_best_checkpoint(train, run_dir, monkeypatch):
