@@ -132,19 +132,20 @@ def end_with_parent() -> None:
 
 def losses(runs: list[Records]) -> list[float]:
     """The last validation losses in nats per token; of runs with different tokenizers in bits per byte."""
-    for key in ("loss", "bpb"):
-        if measured_on(runs[0], key) == measured_on(runs[1], key):
-            found = [of_kind(records, "val")[-1][key] for records in runs]
-            if None in found:
-                raise UserError("a run has diverged: its last validation loss is not finite; lower its --max_lr")
-            return found
-    raise UserError("the two commands validate on different texts; give both the same --data")
+    tokenizers = {newest_start(records)["tokenizer"] for records in runs}
+    key = "loss" if len(tokenizers) == 1 else "bpb"
+    if measured_on(runs[0], key) != measured_on(runs[1], key):
+        raise UserError("the two commands validate on different tokens; give both the same --data and evaluation")
+    found = [of_kind(records, "val")[-1][key] for records in runs]
+    if None in found:
+        raise UserError("a run has diverged: its last validation loss is not finite; lower its --max_lr")
+    return found
 
 
-def measured_on(records: Records, y: str) -> str:
-    """The text that a run validates on, and for y = "loss" its tokenizer: only runs with the same can be compared."""
+def measured_on(records: Records, key: str) -> list:
+    """What a run validates on; for bits per byte only what no tokenizer changes."""
     start = newest_start(records)
-    data = start.get("data")
-    if y == "bpb" and isinstance(data, dict):
-        return repr([data.get(key) for key in ("source", "bytes", "examples")])  # no tokenizer changes these
-    return repr((data, start.get("tokenizer")))
+    val = of_kind(records, "val")[-1]
+    if key == "loss":
+        return [start["data"], val.get("tokens"), val.get("sequence_length")]
+    return [start["config"].get("eval_steps"), *(start["data"].get(name) for name in ("source", "bytes", "examples"))]

@@ -113,7 +113,7 @@ losses = LOSSES
 out_dir = pathlib.Path(given("--out_dir"))
 out_dir.mkdir(parents=True)
 start = dict(step=0, kind="run", config=dict(max_steps=1), words=sys.argv[1:], data=dict(DATA), tokenizer="TOKENIZER")
-val = dict(step=1, kind="val", loss=losses[int(given("--seed")) - 1], bpb=2.0)
+val = dict(step=1, kind="val", loss=losses[int(given("--seed")) - 1], bpb=2.0, tokens=TOKENS)
 (out_dir / "log.jsonl").write_text(json.dumps(start) + "\\n" + json.dumps(val))
 """
 
@@ -122,10 +122,11 @@ val = dict(step=1, kind="val", loss=losses[int(given("--seed")) - 1], bpb=2.0)
 def checkout(tmp_path):
     """checkout(name, losses of the seeds): the command of a script that ends at once, and a second time fails."""
 
-    def make(name: str, losses: list, tokenizer="a", source="text") -> str:
+    def make(name: str, losses: list, tokenizer="a", source="text", tokens=9) -> str:
         (tmp_path / name).mkdir()
         data = dict(source=source, tokenizer=tokenizer)
         text = STUB.replace("LOSSES", str(losses)).replace("DATA", str(data)).replace("TOKENIZER", tokenizer)
+        text = text.replace("TOKENS", str(tokens))
         (tmp_path / name / "train_gpt2.py").write_text(text)
         return f"{name}/train_gpt2.py tiny"
 
@@ -151,7 +152,7 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(door, chec
     assert compared(door, tmp_path, *pair, seeds=1)[0]["difference"] == 0
 
 
-@pytest.mark.parametrize("other", [dict(losses=[3.0], source="another"), dict(losses=[None])])
+@pytest.mark.parametrize("other", [dict(losses=[3.0], source="another"), dict(losses=[3.0], tokens=8), dict(losses=[None])])
 def test_runs_on_different_texts_and_runs_that_diverged_have_no_difference(door, checkout, other):
     assert_user_error(door("compare", checkout("old", [3.0]), checkout("new", **other), "--seeds", 1))
 
