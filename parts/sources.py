@@ -65,7 +65,18 @@ def expand(name: str) -> list[str]:
         return []
     pattern = Path(name)
     found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-    return sorted(str(path) for path in found if not any(part[0] == "." for part in {*path.parts} - {*pattern.parts}))
+    return without_links(path for path in found if not any(part[0] == "." for part in {*path.parts} - {*pattern.parts}))
+
+
+def without_links(paths: Iterable[Path]) -> list[str]:
+    """Sort paths without links to folders or to nothing, which a note names."""
+    kept = []
+    for path in sorted(map(str, paths)):
+        if os.path.islink(path) and not os.path.isfile(path):
+            warnings.warn(f"{path} is a link to a folder or to nothing; not read", stacklevel=2)
+        else:
+            kept.append(path)
+    return kept
 
 
 def once(paths: Iterable[str]) -> list[str]:
@@ -82,7 +93,7 @@ def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    files_below(name)  # for its notes
+    kinds = {kind_of(file) for file in files_below(name)} - {""}
     where = dict(path=os.path.abspath(name))
     if on_hub(name):
         path, inside = re.fullmatch("([^/]+/[^/]+)/?(.*)", name).groups()
@@ -97,7 +108,11 @@ def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
     wanted = split.split("+")
     if not {*wanted} <= found.keys():
         raise UserError(f"{name} has no split {split}; choose from {', '.join(found)}")
-    return [file for part in wanted for file in found[part]]
+    files = [file for part in wanted for file in found[part]]
+    kind = kind_of(files[0])
+    if kinds - {kind}:
+        warnings.warn(f"{name}: only its {kind} files are read, not {', '.join(sorted(kinds - {kind}))}", stacklevel=2)
+    return files
 
 
 def files_below(folder: str) -> list[str]:
@@ -105,12 +120,8 @@ def files_below(folder: str) -> list[str]:
     files = []
     for here, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] != ".")
-        for name in folders + sorted(name for name in names if name[0] != "."):
-            path = os.path.join(here, name)
-            if os.path.isfile(path):
-                files.append(path)
-            elif os.path.islink(path):
-                warnings.warn(f"{path} is a link to a folder or to nothing; not read", stacklevel=2)
+        shown = [*folders, *(name for name in names if name[0] != ".")]
+        files += filter(os.path.isfile, without_links(Path(here, name) for name in shown))
     return once(files)
 
 

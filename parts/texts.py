@@ -65,7 +65,8 @@ def parquet_rows(file: BinaryIO, column: str) -> Iterator[dict]:
     if not file.read(1):  # an empty file
         return
     with pq.ParquetFile(file) as content:
-        for batch in content.iter_batches(BATCH, columns=[column] if column else None, use_threads=False):
+        columns = [column] if column in content.schema_arrow.names else None
+        for batch in content.iter_batches(BATCH, columns=columns, use_threads=False):
             yield from batch.to_pylist()
 
 
@@ -77,19 +78,19 @@ def arrow_rows(file: BinaryIO, column: str) -> Iterator[dict]:
     file.seek(0)
     content = pa.ipc.open_file(file).read_all().to_batches() if is_file else pa.ipc.open_stream(file)
     for batch in content:
-        names = [name for name in batch.schema.names if name == column or not column]
-        yield from batch.select(names).to_pylist()
+        if column in batch.schema.names:
+            batch = batch.select([column])
+        yield from batch.to_pylist()
 
 
 def json_rows(file: BinaryIO, column: str) -> Iterator:
-    """Read an array, or a row from each line. A later line that is not JSON is a row of bytes."""
+    """Read an array, or a row from each line. A line that is not JSON is a row of bytes."""
     lines = (line for line in file if line.strip())  # only \n ends a line: a string may hold Unicode's other ends
     first = next(lines, b"[]")
     if first.lstrip(b"\xef\xbb\xbf \t").startswith(b"["):
         yield from json.loads(first + file.read())
         return
-    yield json.loads(first)
-    for line in lines:
+    for line in chain([first], lines):
         try:
             row = json.loads(line)
         except ValueError:
@@ -142,7 +143,7 @@ class Texts(NamedTuple):
             while texts := [text_of(found, self.text_field) for found in islice(rows, BATCH)]:
                 if None in texts and not noted:
                     where = f"row {row + texts.index(None) + 1:,} of {path}"
-                    warnings.warn(f"no text in {where}; such rows are counted and skipped", stacklevel=2)
+                    warnings.warn(f"{where} has no text, or is not JSON; such rows are counted and skipped", stacklevel=2)
                     noted = True
                 yield dict(file=number, row=row), texts
                 row += len(texts)
@@ -202,7 +203,7 @@ def open_texts(
         if rows:
             break
     if rows and not any(text_field in row for row in rows):
-        raise UserError(f"{file} has no {text_field!r}; pass --text_field one of {', '.join(next(rows_in(file)))}")
+        raise UserError(f"{file} has no {text_field!r}; pass --text_field one of {', '.join(rows[0])}")
     texts = [text_of(row, text_field) for row in rows]
     first = [text for text in texts if text is not None]
     if kind_of(file) == "text":
@@ -282,6 +283,9 @@ def rows_of(data: str, split: str = "train", option: str = "--data") -> list:
         rows = [row for path in arriving(files) for row in rows_in(path)]
         if not rows:
             raise UserError(f"{data} has no rows; pass a file, a folder or OWNER/NAME")
+        for number, row in enumerate(rows, start=1):
+            if isinstance(row, bytes):
+                raise UserError(f"row {number} of {data} is not JSON; fix or remove it")
     except UserError as e:
         raise UserError(f"{option}: {e}") from e
     return rows
