@@ -81,7 +81,7 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
             notes += f"; --{name} {before} is now {now}"
     if kept:
         raise UserError(f"the run in {directory.path} had{kept}; pass that to continue with it, or{new} to change it")
-    directory.rt.print(f"resuming from {directory.checkpoint}{notes}")
+    directory.changes = notes
     return config
 
 
@@ -108,6 +108,7 @@ class RunDirectory:
         self.rt = rt
         self.locks = ExitStack()  # held until the end of the run
         self.overwrite = config.overwrite
+        self.changes = ""  # of constants, for the line of a resume
         self.checkpoint = rt.broadcast_from_main(lambda: self._claim(config))
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
 
@@ -190,8 +191,8 @@ class Run:
         if directory.checkpoint:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
-        digest = torch.tensor(zlib.crc32(json.dumps(data_fingerprint).encode()))
-        self.rt.check_same(lambda: [digest], "data or tokenizer")
+        digest = torch.tensor(zlib.crc32(json.dumps([data_fingerprint, torch.__version__]).encode()))
+        self.rt.check_same(lambda: [digest], "data, tokenizer or PyTorch")
         self._compare_ranks()
         self.report = Report(directory.path, config, self.rt, run_info)
         self._done: list[str] = []  # kinds of records that the log has of this step
@@ -228,6 +229,7 @@ class Run:
             raise UserError(
                 f"step {self.max_steps} is not after step {self.step} of {checkpoint}; raise --max_steps or --stop_at"
             )
+        self.rt.print(f"resuming from {checkpoint}{self.directory.changes}")
 
     # ---- the loop
 

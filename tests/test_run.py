@@ -25,6 +25,7 @@ from tests.helpers import (
     arguments,
     assert_changes_take_effect,
     assert_refused,
+    assert_user_error,
     column,
     files_of,
     log_of,
@@ -287,7 +288,9 @@ def test_other_data_or_another_tokenizer_is_refused_and_moved_data_is_not(short,
     shutil.copy(tmp_path / "text.txt", tmp_path / "moved.txt")
     short(max_steps=7, data=tmp_path / "moved.txt", resume=True)
     (tmp_path / "other.txt").write_text((tmp_path / "text.txt").read_text().replace("e", "a"))
-    short.error("--data", data=tmp_path / "other.txt", resume=True)
+    result = short.result(data=tmp_path / "other.txt", resume=True)
+    assert_user_error(result, "--data")
+    assert "other.txt" not in result.stdout
     tokenizer = tmp_path / "run/step_000006/tokenizer.json"
     short.error("data", data=tmp_path / "other.txt", tokenizer=tokenizer, resume=True)
 
