@@ -59,8 +59,7 @@ def picture(runs: dict[str, Records], kind: str, x: str = "steps", y: str = "los
             label += f": {losses[-1]:.3f} at the end, lowest {losses.min():.3f}"
         panels[y].plot(validated, losses, label=label, **dots)
         if y == "loss":
-            start = len(trained) // 20 if len(runs) > 1 else 0  # the first steep fall would hide how runs differ
-            panels[y].plot(trained[start:], train_losses[start:], **thin)
+            panels[y].plot(trained, train_losses, **thin)
         if "score" in panels:
             places, scores = curve(records, "hellaswag", "acc_norm", at)
             _, errors = curve(records, "hellaswag", "acc_norm_stderr")
