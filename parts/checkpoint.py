@@ -44,7 +44,7 @@ def find_damage(path: Path) -> str | None:
     """Return a checkpoint's damage: a missing file, or one whose sum has changed; None if it is intact. Raises OSError
     for errors of the disk or the network: the file may well be intact."""
     try:
-        lines = (path / SUMS).read_text().splitlines()
+        lines = (path / SUMS).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return f"{SUMS} is missing"
     for line in lines:
