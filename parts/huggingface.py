@@ -29,6 +29,8 @@ from parts.lora import TARGETS, LoRAConfig, add_lora
 
 # ------------------------------------------------------------------------------------------------------------ models
 
+HEAD = "lm_head.weight"
+TABLE = "transformer.wte.weight"
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transposed in the files
 GPT2 = dict(  # what a config.json says of the computation; a missing key means this value
     activation_function="gelu_new",
@@ -100,7 +102,7 @@ def is_gpt2(model: GPT, ids: tuple[int, ...] | None = None) -> bool:
     idx = torch.tensor([ids or fixed_row(model, n)], device=device)  # (1, T)
     buffers = dict(model.named_buffers())  # transformers passes over those that it does not know, such as a mask
     tensors = {name: tensor for name, tensor in to_files(model).items() if name not in buffers}
-    tensors.setdefault("lm_head.weight", tensors.get("transformer.wte.weight"))
+    tensors.setdefault(HEAD, tensors.get(TABLE))
     try:
         with torch.device("meta"):
             config = GPT2Config(**config_of(model, True), bos_token_id=None, eos_token_id=None)
@@ -204,17 +206,18 @@ def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> 
     """
     with Uninitialized():
         model = GPT(read_config(folder, dropout, attention))
-    ours = model.state_dict()
+    ours = model.state_dict(keep_vars=True)
     found = {}
     for name, tensor in read_tensors(folder).items():
         if f"transformer.{name}" in ours:
             name = f"transformer.{name}"
         if name in ours or not name.endswith((".attn.bias", ".attn.masked_bias")):  # the causal masks of old files
             found[name] = transposed(name, tensor)
-    table = found.get("transformer.wte.weight")
-    head = found.setdefault("lm_head.weight", table)  # a file has a tied matrix once
-    if model.lm_head.weight is model.transformer.wte.weight and head is not table and not torch.equal(head, table):
-        raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
+    if HEAD in ours and TABLE in found:
+        head = found.setdefault(HEAD, found[TABLE])  # a file has a tied matrix once
+        tied = ours[HEAD] is ours.get(TABLE)
+        if tied and not torch.equal(head, found[TABLE]):
+            raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
     first = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         written = first.setdefault(id(tensor), name)
@@ -300,7 +303,7 @@ def weights_sha256(model: GPT) -> str:
     digest = hashlib.sha256()
     # sorted and in fp32, so that neither the order in a file nor 16-bit storage of the same numbers changes it
     for name, tensor in sorted(model.state_dict().items()):
-        if name != "lm_head.weight":  # tied
+        if name != HEAD:  # tied
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().float().cpu().contiguous().numpy())
     return digest.hexdigest()
