@@ -215,10 +215,10 @@ class Optimizer:
         state of other parameters."""
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             check_sizes(optimizer, saved)
-            now = [{key: group[key] for key in CONSTANTS if key in group} for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, constants in zip(optimizer.param_groups, now, strict=True):
-                group.update(constants)
+            groups = []
+            for group, now in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+                groups.append(group | {key: now[key] for key in CONSTANTS if key in now})
+            optimizer.load_state_dict(saved | dict(param_groups=groups))
         if self.loss_scale and state["scaler"]:  # {}: the run was not in fp16 then
             self.loss_scale.load_state_dict(state["scaler"])
 
