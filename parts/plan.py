@@ -16,9 +16,9 @@ The sum is within 10% of the peak of PyTorch's allocator in a compiled run. It l
 several matrices at once, and the context of CUDA, 0.5 GB; `--micro_batch_size 0` measures what fits.
 """
 
-import os
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tqdm import tqdm
@@ -29,7 +29,7 @@ from parts.cli import UserError
 from parts.loss import chunk_size
 from parts.optim import make_optimizer
 from parts.runtime import Runtime, checkpoint_activations
-from parts.shards import TRAIN_FRACTION, open_shards
+from parts.shards import open_shards
 from parts.trials import find_micro_batch_size, timed_step
 
 
@@ -56,9 +56,10 @@ def print_plan(config, shape: GPTConfig, rt: Runtime) -> None:
         rate *= FLOPS / model.estimate_flops(config.sequence_length)
         rt.print(about_time(config, card, min(rate, config.total_batch_size / LAUNCHES)))
     try:
-        n_tokens = count_tokens(config)
+        with TemporaryDirectory() as cache:  # for a text
+            n_tokens = len(open_shards(config.data, config.tokenizer, config.vocab_size, Path(cache)).train)
         passes = config.max_steps * config.total_batch_size / n_tokens
-        rt.print(f"data    {config.data}, about {n_tokens:,} training tokens, {passes:,.2f} epochs")
+        rt.print(f"data    {config.data}, {n_tokens:,} training tokens, {passes:,.2f} epochs")
     except UserError as e:
         rt.print(f"note: {e}")
     rt.print(about_time(config, "this machine", rate_here(config, shape, rt)))
@@ -69,14 +70,6 @@ def about_time(config, name: str, rate: float) -> str:
     seconds = 1.03 * config.max_steps * config.total_batch_size / rate  # 3%: gpt2's evaluations and checkpoints on an H100
     dollars = f"{seconds / 3600 * config.price:>14,.2f} dollars" if config.price else ""
     return f"{name:<14}{rate:>12,.0f} tokens/s {tqdm.format_interval(seconds):>12}{dollars}"
-
-
-def count_tokens(config) -> int:
-    """Return the number of training tokens; that of a .txt is estimated by its size."""
-    if config.data.endswith(".txt"):
-        bytes_per_token = 3 if config.tokenizer == "train" else 4.5  # of English, about; 4.5 are GPT-2's
-        return int(TRAIN_FRACTION * os.path.getsize(config.data) / bytes_per_token)
-    return len(open_shards(config.data, config.tokenizer, config.vocab_size, Path()).train)
 
 
 def memory_by_kind(config, model: GPT, n_sequences: int) -> dict[str, int]:
