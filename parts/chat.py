@@ -15,12 +15,12 @@ the model continues. A model that was finetuned elsewhere has a template of its 
 This file knows nothing of torch, models, or files of rows.
 """
 
-import re
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bpe.chunks import PATTERNS
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
 from parts.cli import UserError
 from parts.files import read_json, write_json
@@ -64,18 +64,11 @@ def template(tokenizer: Tokenizer) -> str:
     # Both ends are replaced, or an overlapping token would survive: `||` occurs three times in `||||`. repr escapes
     # quotes and backslashes in a special token, and its quotes contain any braces.
     cleaned = [f"| replace({special!r}, {f' {special[1:-1]} '!r})" for special in tokenizer.special_tokens]
-    ours = TEMPLATE.replace("ENDOFTEXT", repr(ENDOFTEXT)).replace("DIRECTLY", repr(follows_directly(tokenizer)))
+    # GPT-2's split pattern starts a new word after the colon. GPT-4's may take the colon as the start of a word: with any
+    # other pattern a space precedes every answer
+    directly = string.ascii_letters + string.digits if tokenizer.pattern == PATTERNS["gpt2"][0] else ""
+    ours = TEMPLATE.replace("ENDOFTEXT", repr(ENDOFTEXT)).replace("DIRECTLY", repr(directly))
     return ours.replace("CLEAN", " ".join(cleaned))
-
-
-def follows_directly(tokenizer: Tokenizer) -> str:
-    """Return the characters that may follow the colon directly: ASCII letters and digits, unless a token joins them.
-
-    None of GPT-2's does, since its split pattern starts a new word there. GPT-4's may take the colon as the start of a
-    word, so that with such a vocabulary a space precedes every answer.
-    """
-    merged = any(re.search(rb":[A-Za-z0-9]", token) for token in tokenizer.vocab.values())
-    return "" if merged else string.ascii_letters + string.digits
 
 
 # ---------------------------------------------------------------------------------------------------------- rendering

@@ -54,9 +54,8 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
     for size in sizes:
         rt.reset_peak_memory()
         fits = has_memory_for(size, shape, loss_fn, rt, make_optimizer)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.data.copy_(value)
         fits = torch.tensor(fits, dtype=torch.int64, device=rt.device)
         if rt.sum(fits).item() == rt.world_size:  # all ranks leave the trial together, whoever failed
             rt.print(f"micro_batch_size {size} fits: {rt.peak_memory() / 2**30:.1f} GiB at its peak")
