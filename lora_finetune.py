@@ -408,14 +408,8 @@ def print_answers(config: Config, model: GPT, data: Data, rt: Runtime) -> None:
 
 
 def print_summary(config: Config, run: Run) -> None:
-    """Print the validation losses, the speed, and what to try next."""
-    losses = list(run.report.val_losses().values())
-    if losses:
-        after = f"{losses[-1]:.4f} after, {min(losses):.4f} at best (nats per token)"
-        print(f"\nvalidation loss {losses[0]:.4f} before, {after}")
-    print(f"{run.report.median_rate():,.0f} answer tokens/s")
-    if run.report.diverged():
-        print(f"\nthe run diverged; lower --max_lr {config.max_lr:g}")
+    """Print the results and what to try next."""
+    if not run.report.print_results():
         return
     model = shlex.quote(config.out_dir)
     if config.lora_dim:

@@ -390,9 +390,7 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
     if recipe_named:
         recipe, *args = argv
     if recipe not in RECIPES:
-        if Path(recipe).exists():
-            raise UserError(f"{recipe} is not a recipe; pass it as data: python train_gpt2.py tiny --data {recipe}")
-        raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}")
+        raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}, and pass a text as --data FILE")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}. The defaults below are {recipe}'s."
     config, flags = parse_words(Config, args, RECIPES[recipe], "train_gpt2.py [RECIPE]", about)
     import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
@@ -525,10 +523,7 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
 def print_summary(config: Config, run: Run) -> None:
     if not run.rt.is_main:
         return
-    run.report.print_results()
-    if run.report.diverged():
-        print(f"\nthe run diverged; lower --max_lr {config.max_lr} (and --muon_lr)")
-    elif config.checkpoint_interval:
+    if run.report.print_results() and config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nthe loss curve: {where}/learning_curve.png\n"

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from parts.cli import UserError, counted, explain
+from parts.cli import UserError, counted
 from parts.curves import draw
 from parts.files import errors_name, replace_file
 from parts.log import Records, newest_start, of_kind, read_log
@@ -70,9 +70,8 @@ class Report:
         self._line_due = 0.0
 
     def append(self, record: dict) -> None:
-        """Add a line to the log, and its numbers to the tracker, which draws no text and no lists."""
-        if not self.rt.is_main:
-            return
+        """Add a line to the log, and its numbers to the tracker, which draws no text and no lists. Only the first rank
+        calls this."""
         record = json.loads(json.dumps(record), parse_constant=lambda name: None)  # JSON has no NaN: it becomes null
         self.records.append(record)
         add_text(self.out_dir / "log.jsonl", json.dumps(record) + "\n")
@@ -135,7 +134,7 @@ class Report:
         try:
             draw({self.name: self.records}, self.out_dir / "learning_curve.png")
         except Exception as e:  # no picture is a reason to hide the error that ended a run
-            self.rt.print(f"note: learning_curve.png is not drawn: {explain(e) or repr(e)}")
+            self.rt.print(f"note: learning_curve.png is not drawn: {e!r}")
         if self._close_tracker:
             self._ask_tracker(self._close_tracker)
 
@@ -145,44 +144,38 @@ class Report:
         vals = [val for val in of_kind(self.records, "val") if val.get("loss") is not None]
         return {val["step"]: val["loss"] for val in vals if measure(val) == measure(vals[-1])}
 
-    def diverged(self) -> bool:
-        """Return whether training and validation end above the first loss and a uniform guess. One alone says little: a
-        training loss may be a sum with others, and validation of a memorized text is high."""
-        trained = of_kind(self.records, "train")
-        newest = trained[-1:] + of_kind(self.records, "val")[-1:]
-        last = min((record["loss"] for record in newest if record["loss"] is not None), default=math.inf)
-        # random weights start slightly above a guess
-        return last > 1 + max(trained[0]["loss"] or 0, self.run_info.get("uniform_loss", 0))
-
-    def print_results(self) -> None:
-        """Print the final losses, the tokens read, the speed, and where validation was lowest."""
+    def print_results(self) -> bool:
+        """Print the tokens read, the median speed, the final losses, and where validation was lowest. Return False for
+        a run that diverged: training and validation end above the first loss and a uniform guess."""
         trained = of_kind(self.records, "train")
         if not trained:
-            return
-        tokens = trained[-1]["tokens"]
-        speed = f"{self.median_rate():,.0f} tokens/s, {self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
-        self.rt.print(f"\n{tokens:,} tokens in {trained[-1]['step']:,} steps; {speed}")
-        losses = [record["loss"] for record in trained[-max(len(trained) // 20, 1) :] if record["loss"] is not None]
-        loss = statistics.fmean(losses) if losses else math.nan
-        self.rt.print(f"training loss {loss:.4f} nats per token, mean of {counted(len(losses), 'step')}")
-        if val_losses := self.val_losses():
-            self._print_validation(val_losses, loss)
-
-    def _print_validation(self, val_losses: dict[int, float], train_loss: float) -> None:
-        *_, last = val_losses
-        gap = val_losses[last] - train_loss
-        side = "below" if gap < 0 else "above"
-        self.rt.print(f"validation loss {val_losses[last]:.4f} at step {last}, {abs(gap):.2f} {side} training")
-        best = min(val_losses, key=val_losses.get)
-        if val_losses[best] + NOISE < min(val_losses[last], self.run_info["uniform_loss"]):  # else it has diverged
+            return True
+        speed = statistics.median(step["tokens_per_sec"] for step in trained)
+        memory = f"{self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
+        n_steps = counted(trained[-1]["step"], "step")
+        self.rt.print(f"\n{trained[-1]['tokens']:,} tokens in {n_steps}; {speed:,.0f} tokens/s, {memory}")
+        newest = [step["loss"] for step in trained[-max(len(trained) // 20, 1) :] if step["loss"] is not None]
+        loss = statistics.fmean(newest) if newest else math.nan
+        self.rt.print(f"training loss {loss:.4f} nats per token, mean of {counted(len(newest), 'step')}")
+        losses = self.val_losses()
+        best = last = 0
+        if losses:
+            *_, last = losses
+            best = min(losses, key=losses.get)
+            gap = losses[last] - loss
+            side = "below" if gap < 0 else "above"
+            self.rt.print(f"validation loss {losses[last]:.4f} at step {last}, {abs(gap):.2f} {side} training")
+        # one alone says little: a training loss may be a sum with others, and validation of a memorized text is high;
+        # random weights start slightly above a guess
+        first = max(trained[0]["loss"] or 0, self.run_info.get("uniform_loss", 0))
+        if not newest or min(loss, losses.get(last, math.inf)) > first + 1:
+            self.rt.print(f"\nthe run diverged; lower its learning rates, as --max_lr {self.config.max_lr:g}")
+            return False
+        if losses and losses[best] + NOISE < losses[last]:
             checkpoint = self.out_dir / f"step_{best:06d}"
             take = f"; take {checkpoint}" if checkpoint.exists() else ""
-            self.rt.print(f"validation rose after step {best} ({val_losses[best]:.4f}){take}")
-
-    def median_rate(self) -> float:
-        """Return the median of tokens per second; nan before the first step."""
-        rates = [step["tokens_per_sec"] for step in of_kind(self.records, "train")]
-        return statistics.median(rates) if rates else math.nan
+            self.rt.print(f"validation rose after step {best} ({losses[best]:.4f}){take}")
+        return True
 
 
 def measure(val: dict) -> tuple:
