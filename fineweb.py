@@ -89,8 +89,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     if tok.eot_token is None:
         raise UserError(f"{config.tokenizer} has no <|endoftext|> to start documents; train one with it")
     subset = config.subset or ("sample-10BT" if of_fineweb else "")
-    limit = config.limit_tokens or sys.maxsize
-    config = replace(config, subset=subset, limit_tokens=limit, workers=config.workers or cpu_count())
+    config = replace(config, subset=subset, workers=config.workers or cpu_count())
     manifest = open_manifest(config, out_dir, tok)
     if "next" not in manifest:
         print(f"{out_dir} is already complete; source not read again: {summary(manifest)}")
@@ -99,7 +98,7 @@ def make_shards(config: Config, out_dir: Path) -> None:
     revision = manifest.get("commit") or config.revision
     texts = open_texts(config.source, config.text_field, config.subset, config.split, revision)
     sizes = texts.sizes()
-    expected = min(expected_tokens(texts, sizes, tok), config.limit_tokens)
+    expected = min(expected_tokens(texts, sizes, tok), config.limit_tokens or sys.maxsize)
     # by default leave most of a small source to train on
     config = replace(config, shard_size=manifest["shard_size"] or min(max(expected // 10, 1000), 100_000_000))
     print_plan(config, texts, sizes, manifest, expected)
@@ -124,7 +123,8 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
     """Run the pipeline documents -> tokens -> shards, and fill in `manifest`."""
     out_dir = Path(config.out_dir)
     downloads = out_dir / ".downloads"
-    writer = Writer(out_dir, manifest, tok, config.shard_size, config.limit_tokens, shard_name(out_dir))
+    limit = config.limit_tokens or sys.maxsize
+    writer = Writer(out_dir, manifest, tok, config.shard_size, limit, shard_name(out_dir))
     if not manifest["shards"]:  # else others may be reading it
         with errors_name(out_dir / "tokenizer.json"):
             tok.save(out_dir / "tokenizer.json")
@@ -134,7 +134,7 @@ def write_shards(config: Config, texts: Texts, manifest: dict, tok: Tokenizer, e
         for place, tokens, skipped in encoded(batches, tok, config.workers):
             writer.write(place, tokens, skipped)
             bar.update(writer.n_tokens - bar.n)
-            if writer.n_tokens == config.limit_tokens:
+            if writer.n_tokens == limit:
                 break
         writer.end()
     shutil.rmtree(downloads, ignore_errors=True)
@@ -186,7 +186,7 @@ def open_manifest(config: Config, out_dir: Path, tok: Tokenizer) -> dict:
         tokenizer=tok.fingerprint,
         dtype=np.dtype(shard_dtype(len(tok))).name,
         shard_size=config.shard_size or manifest.get("shard_size", 0),  # a resumed run keeps it
-        limit_tokens=config.limit_tokens if config.limit_tokens < sys.maxsize else 0,
+        limit_tokens=config.limit_tokens,
     )
     if not manifest:
         return new_manifest(**constants) | dict(next=START | dict(skip=0))

@@ -485,9 +485,7 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Modu
         n_passes = n_sequences // config.micro_batch_size // rt.world_size
         shape = (config.micro_batch_size, config.sequence_length)
         print_duration(model, shape, n_passes, config.max_steps, rt)
-    where = f" on each of {rt.world_size} ranks" if rt.world_size > 1 else ""
-    T = config.sequence_length
-    rt.print(f"a step: {n_sequences} sequences of {T}, {config.micro_batch_size} at a time{where}")
+    rt.print(f"a step: {n_sequences} sequences of {config.sequence_length}, {config.micro_batch_size} at a time")
     return config, rt.wrap(rt.compiled(model))
 
 

@@ -26,7 +26,6 @@ from parts.cli import UserError, counted
 from parts.sources import COMPRESSED, arriving, files_below, find_files, in_hub, kind_of, readable
 
 BATCH = 64  # documents that are read, encoded and written together: enough to keep the main thread idle
-LONG = 100_000  # characters: a longer .txt most likely holds several documents
 ENDOFTEXT = "<|endoftext|>"
 COMPRESSION = 3  # bytes of text in a byte of a compressed file, about
 START = dict(file=0, row=0)  # the place where a stream begins
@@ -157,16 +156,13 @@ class Texts(NamedTuple):
             return [fsspec.filesystem("hf" if in_hub(file) else "file").size(file) for file in self.files]
 
     def text_bytes(self, sizes: list[int]) -> int:
-        """Estimate the bytes of text in files of these sizes: by name, or by the first .parquet's ratio."""
-        total = 0
-        ratio = 0.0
-        for file, size in zip(self.files, sizes, strict=True):
-            if size and kind_of(file) == "parquet":
-                ratio = ratio or column_bytes(file, self.text_field) / size
-                total += size * ratio
-            else:
-                total += size * (COMPRESSION if COMPRESSED.search(file) else 1)
-        return int(total)
+        """Estimate the bytes of text in files of these sizes, all of the first one's kind."""
+        ratio = 1
+        if COMPRESSED.search(self.files[0]):
+            ratio = COMPRESSION
+        elif kind_of(self.files[0]) == "parquet" and sizes[0]:
+            ratio = column_bytes(self.files[0], self.text_field) / sizes[0]
+        return int(sum(sizes) * ratio)
 
     def commit(self) -> str:
         """Return the commit of a dataset of the hub; "" for anything else."""
@@ -244,13 +240,9 @@ def documents(lines: Iterable[str]) -> Iterator[str]:
 
 def notes_on(path: str, documents: list[str]) -> list[str]:
     """Return notes on the documents of a .txt."""
-    how = f"to end documents, write two blank lines or {ENDOFTEXT} on a line of its own"
-    notes = []
-    if len(documents) == 1 and len(documents[0]) > LONG:
-        notes.append(f"{path} is one document; {how}")
     if any(ENDOFTEXT in document for document in documents):
-        notes.append(f"{path} has {ENDOFTEXT} inside lines, where it is text; {how}")
-    return notes
+        return [f"{path} has {ENDOFTEXT} inside lines, where it is text; write it on a line of its own"]
+    return []
 
 
 def texts_of(text: str) -> list[str]:

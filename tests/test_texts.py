@@ -411,9 +411,8 @@ def test_many_blank_lines_are_read_at_once():
     assert texts_of("a" + "\n" * 300_000 + "b") == ["a" + "\n" * 300_000, "b"]
 
 
-@pytest.mark.parametrize("text", ["a\n" * 60_000, f"a {ENDOFTEXT} b"])
-def test_a_text_whose_documents_have_no_end_is_named(tmp_path, text):
-    (tmp_path / "a.txt").write_text(text)
+def test_an_end_inside_a_line_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text(f"a {ENDOFTEXT} b")
     with pytest.warns(UserWarning, match="a.txt "):
         open_texts((str(tmp_path / "a.txt"),))
 
