@@ -10,7 +10,7 @@
 
 Writes OUT_DIR (out/RECIPE): config.json, log.jsonl, learning_curve.png, samples.txt, and checkpoints step_NNNNNN/,
 which transformers opens unchanged. model.py has the model, parts/ the rest: loss.py the loss, optim.py schedules and
-optimizers, data.py the order of the data, run.py logs, saves and resumes, checkpoint.py a checkpoint's files,
+optimizers, data.py the order of the data, run.py logging, saving and resuming, checkpoint.py a checkpoint's files,
 runtime.py device, precision (TF32, bf16, fp16) and ranks.
 """
 
@@ -83,7 +83,7 @@ class Config:
     warmup_steps: Count = 715  # steps of linear warmup; 715 are 375M tokens, as for GPT-3; 0 for none
     max_lr: PositiveFloat = 6e-4  # peak learning rate of AdamW; Muon has muon_lr
     min_lr: NonNegative = 6e-5  # learning rate at the last step
-    lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"  # wsd: linear decay at the end; four_phases: Muon's
+    lr_schedule: Literal["cosine", "wsd", "four_phases"] = "cosine"  # wsd ends in linear decay; four_phases suits Muon
     decay_fraction: Fraction = 0.5  # fraction of the steps after warmup in which wsd decays
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, AdamW for the rest
@@ -100,15 +100,15 @@ class Config:
     eval_interval: Count = 250  # compute the validation loss
     eval_steps: Count = 20  # validation batches, of total_batch_size tokens each; 0 for the whole split
     hellaswag_interval: Count = 1000  # compute the HellaSwag accuracy
-    hellaswag_data: str = ""  # local .jsonl with the validation split of HellaSwag; downloaded once if empty
+    hellaswag_data: str = ""  # local .jsonl with the validation split of HellaSwag; if empty, downloaded once
     sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
     sample_tokens: Positive = 128  # longest sample, in tokens
-    checkpoint_interval: Count = 1000  # write a checkpoint, also after the last step; Ctrl-C and target_loss always do
+    checkpoint_interval: Count = 1000  # write a checkpoint, also at the end; even at 0 Ctrl-C and target_loss write one
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights stay fp32; float32: no TF32
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matmuls; weights are fp32; float32 bars TF32
     compile: Literal["auto", "on", "off"] = "auto"  # use torch.compile; auto: on CUDA only
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more time
     deterministic: bool = False  # the same bits in every run on one machine; slower on a GPU

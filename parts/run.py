@@ -71,8 +71,8 @@ def continue_constants(config, flags: set[str], directory: "RunDirectory", fixed
             config = replace(config, **{name: before})
         elif name in fixed:
             raise UserError(
-                f"{directory.checkpoint} was trained with {flag(name, before)}, not {flag(name, now)}; "
-                "pass that, or another --out_dir"
+                f"{directory.checkpoint} was trained with {flag(name, before)}; "
+                f"pass that instead of {flag(name, now)}, or another --out_dir"
             )
         elif name not in flags:
             kept += f" {flag(name, before)}"

@@ -261,7 +261,7 @@ def plain_texts(folder: str) -> tuple[list[str], list[str]]:
             if text.strip() and not NO_TEXT.match(text):
                 texts.append(text)
     if not texts:
-        raise UserError(f"{folder} holds no plain text (UTF-8); pass another folder")
+        raise UserError(f"{folder} has no shards and no plain text (UTF-8); pass another folder")
     return texts, [f"{folder}: {len(texts):,} of {counted(len(paths), 'file')} read as text"]
 
 
