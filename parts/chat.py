@@ -64,8 +64,8 @@ def template(tokenizer: Tokenizer) -> str:
     # Both ends are replaced, or an overlapping token would survive: `||` occurs three times in `||||`. repr escapes
     # quotes and backslashes in a special token, and its quotes contain any braces.
     cleaned = [f"| replace({special!r}, {f' {special[1:-1]} '!r})" for special in tokenizer.special_tokens]
-    # GPT-2's split pattern starts a new word after the colon. GPT-4's may take the colon as the start of a word: with any
-    # other pattern a space precedes every answer
+    # GPT-2's split pattern starts a new word after the colon; others may take the colon as the start of a word, so that
+    # a space precedes every answer there
     directly = string.ascii_letters + string.digits if tokenizer.pattern == PATTERNS["gpt2"][0] else ""
     ours = TEMPLATE.replace("ENDOFTEXT", repr(ENDOFTEXT)).replace("DIRECTLY", repr(directly))
     return ours.replace("CLEAN", " ".join(cleaned))
