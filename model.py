@@ -207,7 +207,8 @@ class GPT(nn.Module):
             n_targets = (targets >= 0).sum().clamp(min=1)
         if self.CHUNKED_LOSS:  # the formula below in a fraction of the memory
             return linear_cross_entropy(x, self.lm_head.weight, targets) / n_targets
-        rounds = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)  # evaluations take fp32 logits
+        # under autocast training rounds its logits to 16 bits; evaluations keep them in fp32
+        rounds = torch.is_grad_enabled() and torch.is_autocast_enabled(x.device.type)
         with torch.autocast(x.device.type, enabled=rounds):
             logits = self.logits(x if rounds else x.to(self.lm_head.weight.dtype))
         targets = targets.where(targets >= 0, -100)
