@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -122,6 +123,11 @@ assert_invalid = partial(assert_refused, error=ValueError)
 def prose(n: int | None = None) -> str:
     """The first n characters of the text that comes with the project."""
     return (ROOT / "input.txt").read_text()[:n]
+
+
+def random_text(seed: int, alphabet: str, most: int) -> str:
+    rng = random.Random(seed)
+    return "".join(rng.choices(alphabet, k=rng.randint(0, most)))
 
 
 def text_file(path: Path, n=40_000) -> Path:

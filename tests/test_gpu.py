@@ -22,7 +22,6 @@ from hellaswag import evaluate, prepare
 from model import GPT, GPTConfig
 from parts import loss, runtime
 from parts.data import IGNORED, to_inputs
-from parts.graphs import BiasGradients
 from parts.run import Run
 from parts.runtime import Runtime
 from tests.helpers import column, remove_after, seeded
@@ -74,6 +73,8 @@ def test_gradients_are_those_of_the_formula(dtype):
 def test_a_bias_gradient_is_summed_by_sequence_in_one_kernel_less():
     from torch._inductor import metrics
     from torch._inductor.utils import fresh_cache
+
+    from parts.graphs import BiasGradients
 
     Runtime.setup("cuda", "float32")
     torch.manual_seed(0)
@@ -157,6 +158,7 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(train, tmp
 # ----------------------------------------------------------------------------------------------------- nothing is slow
 
 
+@slow_on_a_cpu
 def test_the_time_between_two_marks_is_that_of_the_device_and_not_of_the_host():
     rt = Runtime.setup(DEVICE)
     start = rt.mark_time()

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from parts.graphs import BiasGradients
 from tests.helpers import seeded
 
 B, T, C = 2, 3, 8
@@ -13,7 +12,9 @@ X = torch.randn(B, T, C, generator=seeded(), dtype=torch.float64)
 
 def changed(function) -> tuple[torch.fx.GraphModule, int]:
     """The graph of a function as Inductor gets it, changed by the pass, and how many sums it has more than before."""
-    from torch._inductor.fx_passes.post_grad import view_to_reshape  # a slow import
+    from torch._inductor.fx_passes.post_grad import view_to_reshape  # slow imports
+
+    from parts.graphs import BiasGradients
 
     module = make_fx(function)(X)
     view_to_reshape(module)
