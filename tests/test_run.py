@@ -223,12 +223,6 @@ def test_stop_at_ends_on_the_schedule_of_all_steps(short, tmp_path, run_dir):
     assert weights(run_dir, 6) == weights(tmp_path / "whole", 6)
 
 
-def test_no_checkpoint_is_written_after_a_step_that_was_not_finite(short, run_dir, monkeypatch):
-    spoil_gradients(monkeypatch, lambda step: step == 4, float("nan"))
-    short()
-    assert steps_of(run_dir) == [2, 6]
-
-
 def test_a_constant_that_no_longer_exists_is_no_obstacle(short, run_dir):
     short()
     path = run_dir / "step_000006"

@@ -165,14 +165,6 @@ def test_every_link_to_a_station_names_one_that_is_there():
                 assert number in label.split() or "station" not in label.lower(), (page.name, label, number)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_paper_is_linked_and_every_link_is_cited(page):
-    text, _, links = page.read_text("utf-8").rpartition("\n\n")
-    defined = re.findall(r"^\[([\w ]+)\]: https://", links, re.M)
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
-    assert set(re.findall(r"\[([A-Z][a-z]+(?: \d{4})?)\](?!\()", prose)) == set(defined)
-
-
 # --------------------------------------------------------------------------------------------------------- notebooks
 
 
