@@ -90,9 +90,10 @@ def once(paths: Iterable[str]) -> list[str]:
 def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
     """Ask `datasets` for the files of a split of a folder or hub dataset; its errors name subsets to choose from."""
     import datasets  # a slow import, not needed for named files
+    import huggingface_hub
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()  # of README files without settings
     kinds = {kind_of(file) for file in files_below(name)} - {""}
     where = dict(path=os.path.abspath(name))
     if on_hub(name):
@@ -137,7 +138,7 @@ def readable(what: str) -> Iterator[None]:
             raise UserError(f"{what} does not exist; check the path") from e
         reason = " ".join([str(e) or type(e).__name__, *getattr(e, "__notes__", [])])
         remedy = "check name, network and HF_ENDPOINT, or pass local files"
-        if os.path.isfile(what):
+        if os.path.exists(what):
             remedy = "fix it, or pass other files"
         raise UserError(f"cannot read {what}: {reason[-300:]}; {remedy}") from e
 
