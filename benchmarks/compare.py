@@ -13,8 +13,6 @@ Runs stay in --out_dir. Those that are complete are read, and others are resumed
 interruption. After a change of code, give another --out_dir.
 """
 
-import contextlib
-import ctypes
 import hashlib
 import os
 import re
@@ -113,7 +111,7 @@ def is_complete(records: Records) -> bool:
 
 def run_to_its_end(command: list[str]) -> int:
     """The exit code of a command whose output is in its log, but for progress and errors. Signals let it save."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         try:
             return process.wait()
@@ -122,12 +120,6 @@ def run_to_its_end(command: list[str]) -> int:
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
-
-
-def end_with_parent() -> None:
-    """On Linux: a run gets a SIGTERM when its comparison is killed. It would continue for hours, and lock its place."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def losses(runs: list[Records]) -> list[float]:

@@ -242,7 +242,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             tensors |= load_file(file)
         except (OSError, SafetensorError) as e:
-            raise UserError(f"{file} cannot be read ({e}); pass another checkpoint, or write it again as safetensors") from e
+            raise UserError(f"{file} cannot be read ({e}); pass another checkpoint, or write it again") from e
     return tensors
 
 

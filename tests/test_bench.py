@@ -3,18 +3,14 @@
 import importlib
 import shlex
 import statistics
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
 import bench
-from tests.corpora import wait_until
 from tests.helpers import (
-    ROOT,
     assert_user_error,
-    gone,
     hellaswag_rows,
     log_of,
     needs_gpt2,
@@ -152,7 +148,9 @@ def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(door, chec
     assert compared(door, tmp_path, *pair, seeds=1)[0]["difference"] == 0
 
 
-@pytest.mark.parametrize("other", [dict(losses=[3.0], source="another"), dict(losses=[3.0], tokens=8), dict(losses=[None])])
+@pytest.mark.parametrize(
+    "other", [dict(losses=[3.0], source="another"), dict(losses=[3.0], tokens=8), dict(losses=[None])]
+)
 def test_runs_on_different_texts_and_runs_that_diverged_have_no_difference(door, checkout, other):
     assert_user_error(door("compare", checkout("old", [3.0]), checkout("new", **other), "--seeds", 1))
 
@@ -164,20 +162,6 @@ def test_a_comparison_trains_what_it_lacks_and_reads_the_rest(door, checkout, tm
     assert (mean["difference"], mean["standard_error"]) == (-1.5, 0)
     words = [log_of(path.parent, "run")[0]["words"] for path in tmp_path.glob("out/compare/*/log.jsonl")]
     assert sorted(found[found.index("--seed") + 1] for found in words) == ["1", "1", "2", "2"]
-
-
-@pytest.mark.slow
-@needs_proc
-def test_a_run_of_a_comparison_ends_when_the_comparison_is_killed():
-    child = "import os, time; print(os.getpid(), file=open(2, 'w', closefd=False), flush=True); time.sleep(100)"
-    code = (
-        f"import sys; from benchmarks.compare import run_to_its_end; run_to_its_end([sys.executable, '-c', {child!r}])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    pid = int(process.stderr.readline())
-    process.kill()
-    process.wait()
-    assert wait_until(lambda: gone(pid), 30)
 
 
 # ------------------------------------------------------------------------------------------- every command, in small
