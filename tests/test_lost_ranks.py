@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from parts.checkpoint import checkpoint_steps, find_damage
-from tests.helpers import ROOT, TORCHRUN, environment, log_of, text_file, wait_for_steps
+from tests.corpora import wait_until
+from tests.helpers import ROOT, TORCHRUN, environment, gone, log_of, text_file, wait_for_steps
 from tests.test_distributed import alone, args, same_losses
 
 LONG = dict(max_steps=60, checkpoint_interval=10, eval_interval=60)
@@ -92,17 +93,10 @@ def test_ranks_end_with_a_checkpoint_when_their_launcher_is_stopped_or_killed(lo
     process.stdout.close()
     process.send_signal(signum)
     assert process.wait(120) != 0
-    wait_for_end(ranks)
+    assert wait_until(lambda: all(map(gone, ranks)))
     step, path = checkpoint_steps(run)[-1]
     assert find_damage(path) is None
     assert step == log_of(run, "train")[-1]["step"] > 20
-
-
-def wait_for_end(ranks: list[int]) -> None:
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def kill(process: subprocess.Popen) -> None:
