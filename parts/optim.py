@@ -24,10 +24,6 @@ from torch import Tensor, nn
 from parts.cli import UserError
 from parts.runtime import Runtime
 
-# entries of a group that a resume takes from Config and the machine; all others, such as an optimizer's own counters,
-# are state
-CONSTANTS = ("peak", "lr", "betas", "eps", "weight_decay", "momentum", "dtype")
-
 
 def learning_rate(step: int, config) -> float:
     """Return the learning rate of step 1 .. max_steps.
@@ -156,6 +152,7 @@ class Optimizer:
         self.loss_scale = LossScale(rt.device) if rt.dtype == torch.float16 else None
         for group in self.param_groups():
             group["peak"] = group["lr"]
+        self.made_with = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups()]
 
     def param_groups(self) -> list[dict]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -208,17 +205,18 @@ class Optimizer:
     def state_dict(self) -> dict:
         """Return the state to checkpoint."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
-        return dict(optimizers=states, scaler=self.loss_scale.state_dict() if self.loss_scale else {})
+        scaler = self.loss_scale.state_dict() if self.loss_scale else {}
+        return dict(optimizers=states, made_with=self.made_with, scaler=scaler)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restore the optimizers' state and the loss scale; CONSTANTS stay as they are now. Raises ValueError for the
-        state of other parameters."""
+        """Restore the optimizers' state and the loss scale. An entry of a group that was made with another value now,
+        such as a rate, stays as it is; all others, such as an optimizer's counters, are state. Raises ValueError for
+        the state of other parameters."""
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             check_sizes(optimizer, saved)
-            groups = []
-            for group, now in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-                groups.append(group | {key: now[key] for key in CONSTANTS if key in now})
-            optimizer.load_state_dict(saved | dict(param_groups=groups))
+            optimizer.load_state_dict(saved)
+        for group, now, then in zip(self.param_groups(), self.made_with, state["made_with"], strict=True):
+            group.update({key: value for key, value in now.items() if value != then.get(key)})
         if self.loss_scale and state["scaler"]:  # {}: the run was not in fp16 then
             self.loss_scale.load_state_dict(state["scaler"])
 
@@ -353,9 +351,9 @@ class Muon(torch.optim.Optimizer):
         mine = matrices[self.rank * share :][:share]
         mine = F.pad(mine, (0, 0, 0, 0, 0, share - len(mine)))  # with matrices of zeros
         mine = orthogonalized(mine, dtype)
-        steps = mine.new_empty(share * self.world_size, *mine.shape[1:])
-        dist.all_gather_into_tensor(steps, mine)
-        return steps[:M]
+        steps = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(steps, mine)
+        return torch.cat(steps)[:M]
 
 
 def nesterov(grads, momenta, beta: float, good):

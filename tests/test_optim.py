@@ -255,16 +255,18 @@ def test_any_optimizer_is_resumed_bit_for_bit(make):
     assert equal(*runs)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, Averaging])
-def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint(make):
+@pytest.mark.parametrize(
+    "make, constant", [(torch.optim.AdamW, "weight_decay"), (torch.optim.RMSprop, "alpha"), (Averaging, "weight_decay")]
+)
+def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint(make, constant):
     model = small()
-    optimizer = LoopOptimizer([make(model.parameters(), lr=0.01, weight_decay=0.1)], Machine())
+    optimizer = LoopOptimizer([make(model.parameters(), lr=0.01, **{constant: 0.1})], Machine())
     train(model, optimizer, range(1, 4))
     state = through_a_file(optimizer.state_dict())
-    other = LoopOptimizer([make(model.parameters(), lr=0.02, weight_decay=0.3)], Machine())
+    other = LoopOptimizer([make(model.parameters(), lr=0.02, **{constant: 0.3})], Machine())
     other.load_state_dict(state)
     [group] = other.param_groups()
-    assert (group["weight_decay"], group["lr"]) == (0.3, 0.02)
+    assert (group[constant], group["lr"]) == (0.3, 0.02)
     if make is Averaging:
         assert (group["k"], group["largest"], group["first"]) == (3, 0.01, 0.01)
 
