@@ -303,7 +303,7 @@ def weights_sha256(model: GPT) -> str:
     digest = hashlib.sha256()
     # sorted and in fp32, so that neither the order in a file nor 16-bit storage of the same numbers changes it
     for name, tensor in sorted(model.state_dict().items()):
-        if name != HEAD:  # tied
+        if name != HEAD or model.lm_head.weight is not model.transformer.wte.weight:
             digest.update(f"{name} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().float().cpu().contiguous().numpy())
     return digest.hexdigest()
