@@ -240,7 +240,7 @@ def main() -> None:
         return print_plan(config, shape, rt)
     data = open_data(config, shape, start_from, rt)
     model = build_model(config, shape, start_from).to(rt.device)
-    if not loss_is_of_logits(model, data.first_ids(min(64, shape.n_positions))):
+    if not loss_is_of_logits(model, data.first_ids(min(64, shape.n_positions))) and model.CHUNKED_LOSS:
         remedy = "set CHUNKED_LOSS = False in model.py (unless the loss differs on purpose)"
         rt.print(f"note: training ignores your GPT.logits: {remedy}", file=sys.stderr)
     config, loss_fn = distribute(config, model, rt)  # finds a micro_batch_size
@@ -278,9 +278,11 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             # Each backward() adds to the gradients, which the last step's zero_grad() has cleared. All micro-batches
             # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
+            n_tokens = 0
             for i, tokens in enumerate(micro_batches):  # (B, T + 1) each
                 idx = tokens[:, :-1]  # (B, T)
                 targets = tokens[:, 1:]  # (B, T), one token ahead
+                n_tokens += targets.numel()
                 is_last = i == len(micro_batches) - 1
                 rt.set_gradient_sync(loss_fn, is_last)  # ranks average their gradients in the last backward()
                 with rt.autocast():
@@ -293,7 +295,7 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             finite = (loss + grad_norm).isfinite()  # on all ranks alike: nan or inf on one makes the mean nan or inf
             optimizer.step(finite)  # skipped if not finite
             optimizer.zero_grad()
-            run.log(loss, grad_norm, lr, config.total_batch_size)  # on a GPU it reads these a step late
+            run.log(loss, grad_norm, lr, n_tokens * rt.world_size)  # on a GPU it reads these a step late
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
             if run.due(config.checkpoint_interval):
