@@ -127,7 +127,7 @@ def losses(runs: list[Records]) -> list[float]:
     tokenizers = {newest_start(records)["tokenizer"] for records in runs}
     key = "loss" if len(tokenizers) == 1 else "bpb"
     if measured_on(runs[0], key) != measured_on(runs[1], key):
-        raise UserError("the two commands validate on different tokens; give both the same --data and evaluation")
+        raise UserError("the two commands validate on different tokens; pass both the same --data and --eval_steps")
     found = [of_kind(records, "val")[-1][key] for records in runs]
     if None in found:
         raise UserError("a run has diverged: its last validation loss is not finite; lower its --max_lr")

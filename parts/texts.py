@@ -142,7 +142,7 @@ class Texts(NamedTuple):
             while texts := [text_of(found, self.text_field) for found in islice(rows, BATCH)]:
                 if None in texts and not noted:
                     where = f"row {row + texts.index(None) + 1:,} of {path}"
-                    warnings.warn(f"{where} has no text, or is not JSON; such rows are skipped", stacklevel=2)
+                    warnings.warn(f"{where} gives no text; such rows are counted and skipped", stacklevel=2)
                     noted = True
                 yield dict(file=number, row=row), texts
                 row += len(texts)
