@@ -37,7 +37,7 @@ class LoRAConfig:
 
     def __post_init__(self):
         if not (self.r >= 1 and 0 < self.scale < math.inf):
-            raise UserError(f"rank {self.r} and alpha {self.alpha:g} make no scale; set both above 0")
+            raise UserError(f"lora_dim {self.r} and lora_alpha {self.alpha:g} make no scale; set both above 0")
 
     @property
     def scale(self) -> float:
