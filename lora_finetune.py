@@ -61,7 +61,6 @@ from parts.files import refuse_folders, write_atomically
 from parts.huggingface import load_adapter, read_adapter, read_config, read_model, save_adapter, weights_sha256
 from parts.lora import TARGETS, LoRAConfig
 from parts.optim import Optimizer, learning_rate, make_optimizer
-from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
 from parts.runtime import Runtime, checkpoint_activations, prefetch
 from parts.trials import choose_attention, find_micro_batch_size
@@ -283,7 +282,6 @@ def micro_batches_from(first: int, config: Config, data: Data, rt: Runtime) -> I
 def read_command_line(args: list[str]) -> tuple[Config, set[str]]:
     """Parse the command line; also return the names of the constants that it sets. Raise UserError."""
     config, flags = parse_words(Config, args, description=__doc__)
-    import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     if not config.lora_dim and config.merge:
         raise UserError("--lora_dim 0 makes no adapter to merge; remove --merge")
     if not config.lora_dim and not config.checkpoint_interval:

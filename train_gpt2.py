@@ -48,7 +48,6 @@ from parts.huggingface import read_config, read_model
 from parts.loss import loss_of_rows
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_height
 from parts.plan import print_plan
-from parts.report import import_tracker
 from parts.run import Run, RunDirectory, continue_constants
 from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
 from parts.shards import Shards, open_shards
@@ -395,7 +394,6 @@ def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
         raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}, and pass a text as --data FILE")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}. The defaults below are {recipe}'s."
     config, flags = parse_words(Config, args, RECIPES[recipe], "train_gpt2.py [RECIPE]", about)
-    import_tracker(config.report_to)  # fail now: a rank that fails later would keep the others waiting
     config = replace(config, out_dir=config.out_dir or f"out/{recipe}")
     return config, flags, recipe_named
 

@@ -44,7 +44,7 @@ from parts.checkpoint import checkpoint_steps, load_train_state, newest_intact, 
 from parts.cli import Stopped, UserError
 from parts.files import exclusive_lock, remove_leftovers, replace_file, set_aside
 from parts.optim import plateau_end
-from parts.report import Report, about_machine
+from parts.report import Report, about_machine, import_tracker
 from parts.runtime import STOP_SIGNALS, Runtime
 
 FILES = ("config.json", "log.jsonl", "samples.txt", "learning_curve.png")  # besides checkpoints
@@ -116,6 +116,7 @@ class RunDirectory:
         """Lock OUT_DIR; if the run is to continue, return its newest intact checkpoint. The first rank only."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues a run and --overwrite starts a new one; pass one of them")
+        import_tracker(config.report_to)  # fail before anything changes
         # what a run would replace, or a directory, as in / or a project
         theirs = sorted(path.name for path in self.path.glob("[!.]*") if path.is_dir() or path.name in FILES)
         if theirs and not self.holds_run():
