@@ -385,11 +385,8 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 
 def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
     """Parse the recipe and its overrides; also return the overridden names, and whether a recipe was named."""
-    recipe = "gpt2"
-    args = argv
     recipe_named = bool(argv) and not argv[0].startswith("-")
-    if recipe_named:
-        recipe, *args = argv
+    recipe, *args = argv if recipe_named else ["gpt2", *argv]
     if recipe not in RECIPES:
         raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}, and pass a text as --data FILE")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}. The defaults below are {recipe}'s."
