@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From nothing to a chat with your own GPT-2 124M. One H100: 5.2 hours and $13; eight: 0.7 to 0.8 hours and $13 to $16, by
+# From nothing to a chat with your own GPT-2 124M. One H100: 5.2 hours and $13; eight: 0.65 to 0.8 hours and $13 to $16, by
 # arithmetic from 50 measured steps. Nobody has run it to the end yet. Every step resumes: repeat the command after any stop.
 #
 #   bash gpt2.sh                         # flags go to train_gpt2.py, as in: bash gpt2.sh --checkpoint_interval 200

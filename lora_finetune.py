@@ -187,11 +187,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             lr = learning_rate(step, config)
             optimizer.set_lr(lr / config.max_lr)
 
-            # Divide by all targets of the batch, times world_size for DDP's mean. Every answer token has the same
-            # weight, whatever its row, its micro-batch and its rank, so a row with a long answer counts for more. Each
-            # micro-batch's loss is its sum over targets divided by n_targets / world_size. Added up on a rank and
-            # averaged over ranks, as DDP does with gradients, that is the sum over all targets divided by n_targets:
-            # the loss of the whole batch.
+            # The loss is the mean over all answer tokens of the global batch, so a long answer counts for more. DDP
+            # averages over ranks: each rank divides its sums by n_targets / world_size.
             n_targets = count_targets(global_batch(data.train, step - 1, config.batch_size, config.seed))
             loss = torch.zeros((), device=rt.device)
             for i, (idx, targets, logit_positions) in enumerate(micro_batches):  # (B, T), (1, M), (1, M)
@@ -359,13 +356,12 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
 def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, nn.Module]:
     """Wrap the model with its loss for the loop: compiled, and in DDP on several ranks. A micro_batch_size of 0 becomes
     the largest that fits."""
-    loss_fn = rt.wrap(rt.compiled(model, dynamic=True))
     if not config.micro_batch_size:
         shape = (config.sequence_length, len(data.tokenizer))
         optimizer = partial(make_optimizer, model, config, rt)
         found = find_micro_batch_size(model, config.batch_size // rt.world_size, shape, rt, optimizer)
         config = replace(config, micro_batch_size=found)
-    return config, loss_fn
+    return config, rt.wrap(rt.compiled(model, dynamic=True))
 
 
 # ------------------------------------------------------------------------------------------------------------ the files

@@ -2,7 +2,7 @@
 
     python minimal.py                                      # a small GPT on input.txt, byte by byte, on a CPU
     torchrun --standalone --nproc_per_node=8 minimal.py    # one process per GPU
-    python -m pytest tests/test_minimal.py                 # train_gpt2.py has the same losses, to six digits
+    python -m pytest tests/test_minimal.py                 # train_gpt2.py --no_shuffle has these losses
 
 It imports nothing else of this project: read it first, or fork it. There are no flags: edit the constants. For GPT-2
 124M run `python fineweb.py` (shards: *_train_*.npy and *_val_*.npy, uint16) and take the values in brackets.
@@ -57,7 +57,7 @@ class Config:
     eval_steps: int = 20  # micro-batches of a validation
     # machine
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    bf16: bool = device == "cuda"  # matrix products in bf16; needs Ampere or newer
+    bf16: bool = device == "cuda"  # matrix products in bf16; needs Ampere or newer. Of the device above: set it too
     compile: bool = device == "cuda"
 
 

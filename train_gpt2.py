@@ -75,7 +75,7 @@ class Config:
     attention: Literal["auto", "flash", "naive"] = "auto"  # flash: fused kernel; naive: plain formula; auto: the faster
     # batch and schedule
     total_batch_size: Positive = 524_288  # tokens per optimizer step, summed over ranks and micro-batches
-    micro_batch_size: Count = 0  # sequences per forward pass on each rank; 0 finds the largest that fits
+    micro_batch_size: Count = 0  # sequences per pass on each rank; 0: what fits; on a CPU 4096 tokens
     max_steps: Positive = 19_073  # optimizer steps; 19,073 steps of 524,288 tokens are one epoch of 10B
     target_loss: NonNegative = 0.0  # stop at the first validation loss at or below this; 0 to train all steps
     stop_at: Count = 0  # stop after this step, on the schedule of max_steps; 0 to train all steps
@@ -103,7 +103,7 @@ class Config:
     sample_interval: Count = 1000  # generate a sample of text on the first rank, while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # the sample's prompt; empty for the start of a document
     sample_tokens: Positive = 128  # longest sample, in tokens
-    checkpoint_interval: Count = 1000  # write a checkpoint, also at the end; even at 0 Ctrl-C and target_loss write one
+    checkpoint_interval: Count = 1000  # write a checkpoint, also at the end; even at 0 Ctrl-C and stop_at do
     keep_checkpoints: Count = 3  # keep this many of the newest, plus the one with the lowest validation loss; 0 for all
     # machine
     device: Literal["auto", "cuda", "mps", "cpu"] = "auto"  # auto: cuda, else mps, else cpu
@@ -153,7 +153,7 @@ RECIPES = {
         lr_schedule="wsd",
         decay_fraction=0.17,
     ),
-    # the same GPT-2 on half of gpt2's tokens: Muon for hidden matrices, at a rate that falls to 0 from the warmup on.
+    # the same GPT-2 on half of gpt2's tokens: Muon for hidden matrices, at a rate that falls soon after the warmup.
     # At 80 tokens a parameter, models of 0.12M, 0.34M and 0.66M needed about half for the same loss, with the rates of
     # both tuned at the first two, and before four_phases (docs/speedrun.md). 124M is untried
     "speedrun": Config(
@@ -277,11 +277,9 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             # Each backward() adds to the gradients, which the last step's zero_grad() has cleared. All micro-batches
             # have one size on all ranks, so the mean of their mean losses is the mean over all tokens of the batch.
             loss = torch.zeros((), device=rt.device)
-            n_tokens = 0
             for i, tokens in enumerate(micro_batches):  # (B, T + 1) each
                 idx = tokens[:, :-1]  # (B, T)
                 targets = tokens[:, 1:]  # (B, T), one token ahead
-                n_tokens += targets.numel()
                 is_last = i == len(micro_batches) - 1
                 rt.set_gradient_sync(loss_fn, is_last)  # ranks average their gradients in the last backward()
                 with rt.autocast():
@@ -294,7 +292,8 @@ def train(config: Config, run: Run, model: GPT, loss_fn: nn.Module, optimizer: O
             finite = (loss + grad_norm).isfinite()  # on all ranks alike: nan or inf on one makes the mean nan or inf
             optimizer.step(finite)  # skipped if not finite
             optimizer.zero_grad()
-            run.log(loss, grad_norm, lr, n_tokens * rt.world_size)  # on a GPU it reads these a step late
+            n_tokens = len(micro_batches) * targets.numel() * rt.world_size
+            run.log(loss, grad_norm, lr, n_tokens)  # on a GPU it reads these a step late
             # └────────────────────────────────────────────────────────────────────────────────────────────┘
 
             if run.due(config.checkpoint_interval):

@@ -10,7 +10,7 @@ The order is a pure function of (seed, epoch, step):
   same global batch, so the order depends on neither the number of ranks, the micro-batch nor interruptions
 
 Batches are NumPy arrays of windows, (rows, T + 1) int64; `to_inputs` cuts them into inputs and targets on any device.
-This file knows nothing of text, torch, models or devices, and of a tokenizer only which ids it has.
+This file knows nothing of text or models, and of a tokenizer only which ids it has.
 """
 
 import glob

@@ -97,7 +97,8 @@ class LoRALinear(nn.Module):
         # autocast does not reach into a Function, so we choose the precision of its products here
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        tensors = (t.to(dtype) for t in (x.flatten(0, -2), self.weight, self.bias, self.lora_A, self.lora_B))
+        tensors = (x.flatten(0, -2), self.weight, self.bias, self.lora_A, self.lora_B)
+        tensors = (t if t is None else t.to(dtype) for t in tensors)  # no bias
         return LowRankLinear.apply(*tensors, self.scale).unflatten(0, x.shape[:-1])
 
     @torch.no_grad()
@@ -169,11 +170,10 @@ def remove_lora(model: GPT) -> GPT:
 def cast_frozen(model: GPT, dtype: torch.dtype) -> None:
     """Cast frozen projections to the dtype of the matrix products once, instead of in every forward pass.
 
-    The output projection becomes a separate copy, because `wte`, to which it is tied, is looked up in fp32. The results
-    equal those of autocast bit for bit.
+    The results equal those of autocast bit for bit. The output projection stays in fp32, as evaluations need it.
     """
     for module in model.transformer.h.modules():
         if isinstance(module, nn.Linear | LoRALinear):
             module.weight.data = module.weight.data.to(dtype)
-            module.bias.data = module.bias.data.to(dtype)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(dtype), requires_grad=False)
+            if module.bias is not None:
+                module.bias.data = module.bias.data.to(dtype)

@@ -5,7 +5,7 @@ nothing.
 
 The schedules, with warmup_steps W and max_steps S. Cosine (Loshchilov and Hutter 2017) has to know S from the start;
 wsd (warmup, stable, decay; Hu et al. 2024, section 4) can continue from any checkpoint of its plateau to a later end;
-four_phases is wsd for AdamW, while Muon's rate falls from the start (`muon_height`):
+four_phases is wsd for AdamW, while Muon's rate falls soon after the warmup (`muon_height`):
 
     max_lr     .-._                     max_lr     .-----------.
               /    `-.                            /             \

@@ -363,8 +363,9 @@ class Run:
         self._read_pending()
         if self.step == self._saved:
             return
-        if self._bad_steps:
-            self.rt.print(f"note: step {self.step} was not finite: no checkpoint")
+        params = [p for group in self.optimizer.param_groups() for p in group["params"]]
+        if self._bad_steps and not all(p.isfinite().all() for p in params):  # a step that is skipped changes none
+            self.rt.print(f"note: weights are not finite at step {self.step}: no checkpoint")
             return
         self._compare_ranks()
         self._saved = self.step

@@ -369,3 +369,17 @@ def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):
     assert load_adapter(small_gpt(), find_adapter(tmp_path)).lora.r == 4
     save_adapter(new, tmp_path / "step_000004")
     assert load_adapter(small_gpt(), find_adapter(tmp_path)).lora.r == 2
+
+
+def test_layers_without_biases_are_adapted_and_frozen_in_16_bits_too():
+    model = small_gpt()
+    for module in model.transformer.h.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.bias = None
+    model = adapted(model)
+    idx = tokens(2, 8)
+    before = logits(model, idx)
+    torch.testing.assert_close(logits(lora.merge(deepcopy(model)), idx), before)
+    lora.cast_frozen(model, torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(idx, idx).backward()
