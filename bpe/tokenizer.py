@@ -257,6 +257,8 @@ class ForeignTokenizer(Tokenizer):
         self._tokenizers = formats.open_text(self.contents["tokenizer.json"])
         self.settings = settings
         self.vocab = {i: token.encode() for token, i in theirs.get_vocab().items()}
+        if len(self.vocab) < len(theirs.get_vocab()):
+            raise ValueError("two of its tokens have one id")
         added = theirs.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
 
