@@ -2,7 +2,6 @@
 
 import io
 import math
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -83,24 +82,29 @@ def test_parameter_groups_of_the_padded_124m():
     assert counts == [(50, 124_354_560, 0.1), (98, 121_344, 0.0)]
 
 
-def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest_but_for_what_is_frozen():
+def test_muon_takes_the_linear_layers_of_blocks_and_adamw_the_rest_except_what_is_frozen():
+    """By kind, not by name or dimension; a fused layer is a stack of queries, keys and values, also of fewer heads."""
     model = small()
     model.transformer.wpe.weight.requires_grad_(False)
+    model.transformer.extra = torch.nn.Linear(32, 32)
+    model.transformer.h[0].values = torch.nn.Embedding(61, 32)
+    model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 32 rows of queries, 16 of keys, 16 of values
     rest, muon = make_optimizer(model, Settings(), Machine()).optimizers
-    blocks = {id(p) for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
-    assert {id(p) for g in muon.param_groups for p in g["params"]} == blocks
-    apart = {id(p) for g in muon.param_groups if g["stacked"] == (32, 32, 32) for p in g["params"]}
-    assert apart == {id(p) for n, p in model.named_parameters() if n.endswith("c_attn.weight")}
-    everything = sorted(id(p) for o in (rest, muon) for g in o.param_groups for p in g["params"])
-    assert everything == sorted(id(p) for p in model.parameters() if p.requires_grad)
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    stacked = {names[p]: group["stacked"] for group in muon.param_groups for p in group["params"]}
+    linear = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    expected = {f"transformer.h.{layer}.{name}.weight": () for layer in (0, 1) for name in linear}
+    expected["transformer.h.0.attn.c_attn.weight"] = (32, 32, 32)
+    expected["transformer.h.1.attn.c_attn.weight"] = (32, 16, 16)
+    assert stacked == expected
+    others = [names[p] for group in rest.param_groups for p in group["params"]]
+    assert sorted([*stacked, *others]) == sorted(names.values())
 
 
 def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
     optimizer = make_optimizer(small(), Settings(max_lr=1e-3, muon_lr=0.02), Machine())
     optimizer.set_lr(0.25)
     assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.25e-3, 0.25e-3, 0.005, 0.005])
-    optimizer.set_lr(1.0)
-    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([1e-3, 1e-3, 0.02, 0.02])
 
 
 def test_the_schedules_at_their_corners():
@@ -141,12 +145,8 @@ def test_adamw_steps_as_torch_does():
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-
-
 @pytest.mark.parametrize("before", [0, 2])
-@every_dtype
-@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("name, dtype", [("adamw", torch.float32), ("muon", torch.bfloat16), ("sgd", torch.float16)])
 def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, dtype, before):
     """Nor where any optimizer of torch takes the place of ours."""
     runs = []
@@ -168,44 +168,22 @@ def test_a_step_that_is_not_finite_leaves_no_trace_not_even_as_the_first(name, d
 # ---- fp16
 
 
-def test_the_loss_scale_moves_as_that_of_torch(monkeypatch):
-    assert LossScale.GROW_AFTER == torch.amp.GradScaler("cpu").get_growth_interval()
-    monkeypatch.setattr(LossScale, "GROW_AFTER", 3)
+def test_the_loss_scale_moves_as_that_of_torch():
     ours = LossScale("cpu")
-    theirs = torch.amp.GradScaler("cpu", growth_interval=3)
+    theirs = torch.amp.GradScaler("cpu")
     p = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([p], lr=0.0)
     theirs.scale(torch.ones(1))
-    for finite in (1, 1, 1, 1, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0):
+    n = theirs.get_growth_interval()
+    for finite in [True] * (n + 1) + [False] + [True] * (n - 1) + [False] + [True] * (2 * n) + [False] * 2:
         p.grad = torch.full((1,), 1.0 if finite else math.inf)
         theirs.step(optimizer)
         theirs.update()
-        ours.update(torch.tensor(bool(finite)))
+        ours.update(torch.tensor(finite))
         assert ours.scale.item() == theirs.get_scale()
 
 
 # ---- what a checkpoint brings back
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_training_goes_on_from_a_state_bit_for_bit(name, dtype):
-    model = small()
-    optimizer = make_optimizer(model, Settings(optimizer=name), Machine(dtype))
-    train(model, optimizer, range(1, 4))
-    state = through_a_file(optimizer.state_dict())
-    weights = deepcopy(model.state_dict())
-    train(model, optimizer, range(4, 7))
-    again = small()
-    again.load_state_dict(weights)
-    other = make_optimizer(again, Settings(optimizer=name), Machine(dtype))
-    other.load_state_dict(state)
-    train(again, other, range(4, 7))
-    assert equal(model.state_dict(), again.state_dict())
-    make_optimizer(again, Settings(optimizer=name), Machine(torch.float16)).load_state_dict(state | dict(scaler={}))
-
-
-# ---- any other optimizer
 
 
 class Averaging(torch.optim.Optimizer):
@@ -227,54 +205,55 @@ class Averaging(torch.optim.Optimizer):
 
 
 def all_of_torch() -> dict:
-    """{name: function that makes it}, with the variants that keep more or less state than the default."""
+    """{name: function that makes it}"""
     needs_more = ("Optimizer", "LBFGS", "SparseAdam", "Muon")  # a closure; sparse gradients; matrices alone
     classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     made = {name: partial(kind, lr=0.01) for name, kind in classes.items() if name not in needs_more}
-    return made | {
-        "SGD with momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        "fused amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
-        "centered RMSprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-        "averaging": partial(Averaging, lr=0.01),
-    }
+    fused = partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True)
+    return made | {"fused amsgrad": fused, "averaging": partial(Averaging, lr=0.01)}
 
 
-@pytest.mark.parametrize("make", all_of_torch().values(), ids=all_of_torch())
+def optimizer_for(model: GPT, make) -> LoopOptimizer:
+    if make == "adamw":
+        return make_optimizer(model, Settings(optimizer="adamw"), Machine(torch.float16))
+    if make == "muon":
+        return make_optimizer(model, Settings(), Machine())
+    return LoopOptimizer([make(model.parameters())], Machine())
+
+
+@pytest.mark.parametrize("make", [*all_of_torch().values(), "adamw", "muon"], ids=[*all_of_torch(), "adamw", "muon"])
 def test_any_optimizer_is_resumed_bit_for_bit(make):
     runs = []
     for interrupted in (False, True):
         model = small()
-        optimizer = LoopOptimizer([make(model.parameters())], Machine())
+        optimizer = optimizer_for(model, make)
         train(model, optimizer, range(1, 4))
         if interrupted:
             state = through_a_file(optimizer.state_dict())
-            optimizer = LoopOptimizer([make(model.parameters())], Machine())
+            optimizer = optimizer_for(model, make)
             optimizer.load_state_dict(state)
         train(model, optimizer, range(4, 7))
-        runs.append(model.state_dict())
+        runs.append([model.state_dict(), optimizer.state_dict()])
     assert equal(*runs)
 
 
-@pytest.mark.parametrize(
-    "make, constant", [(torch.optim.AdamW, "weight_decay"), (torch.optim.RMSprop, "alpha"), (Averaging, "weight_decay")]
-)
-def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint(make, constant):
+def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint():
+    """Also in fp16 after a run in fp32, whose state has no loss scale."""
     model = small()
-    optimizer = LoopOptimizer([make(model.parameters(), lr=0.01, **{constant: 0.1})], Machine())
+    optimizer = LoopOptimizer([Averaging(model.parameters(), lr=0.01, weight_decay=0.1)], Machine())
     train(model, optimizer, range(1, 4))
     state = through_a_file(optimizer.state_dict())
-    other = LoopOptimizer([make(model.parameters(), lr=0.02, **{constant: 0.3})], Machine())
+    other = LoopOptimizer([Averaging(model.parameters(), lr=0.02, weight_decay=0.3)], Machine(torch.float16))
     other.load_state_dict(state)
     [group] = other.param_groups()
-    assert (group[constant], group["lr"]) == (0.3, 0.02)
-    if make is Averaging:
-        assert (group["k"], group["largest"], group["first"]) == (3, 0.01, 0.01)
+    assert (group["weight_decay"], group["lr"]) == (0.3, 0.02)
+    assert (group["k"], group["largest"], group["first"]) == (3, 0.01, 0.01)
 
 
 def test_a_name_that_nobody_has_added_names_the_function_to_extend():
-    config = Settings(lr_schedule="rsqrt", optimizer="lion", warmup_steps=10)
-    assert_refused("rsqrt.* learning_rate ", learning_rate, 1, config)  # not after the warmup
-    assert_refused("lion.* make_optimizer ", make_optimizer, small(), config, Machine())
+    config = Settings(lr_schedule="rsqrt_2", optimizer="lion_2", warmup_steps=10)
+    assert_refused("rsqrt_2.* learning_rate ", learning_rate, 1, config)  # not after the warmup
+    assert_refused("lion_2.* make_optimizer ", make_optimizer, small(), config, Machine())
 
 
 def cut(state: dict) -> None:
@@ -306,14 +285,13 @@ def test_a_state_of_another_model_is_refused(harm):
 # ---- Muon
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
-def test_muon_steps_as_torch_does(dtype, tolerance, monkeypatch):
+def test_muon_steps_as_torch_does(monkeypatch):
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (48, 16), (16, 64), (64, 16)]
-    ours, theirs = ([torch.nn.Parameter(torch.ones(s) / 10) for s in shapes] for _ in range(2))
-    optimizers = Muon(ours, 0.02, 0.1, dtype=dtype), torch.optim.Muon(theirs, 0.02, 0.1)
-    if dtype == torch.float32:
-        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # keep torch's from rounding
+    ours = [torch.nn.Parameter(torch.ones(shape) / 10) for shape in shapes]
+    theirs = [torch.nn.Parameter(torch.ones(shape) / 10) for shape in shapes]
+    optimizers = Muon(ours, 0.02, 0.1, dtype=torch.float32), torch.optim.Muon(theirs, 0.02, 0.1)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # keep torch's from rounding
     for _ in range(5):
         for a, b in zip(ours, theirs, strict=True):
             a.grad = torch.randn(a.shape)
@@ -322,7 +300,7 @@ def test_muon_steps_as_torch_does(dtype, tolerance, monkeypatch):
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
         assert (a - 0.1).abs().max() > 0.02  # it did move
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [(16, 16, 16), (16, 8, 8)])  # fewer keys and values than queries
@@ -341,28 +319,9 @@ def test_a_stack_is_stepped_as_separate_matrices(rows):
     torch.testing.assert_close(fused, torch.cat(apart), rtol=1e-5, atol=1e-6)
 
 
-def test_muon_takes_linear_layers_of_blocks_alone():
-    """By kind, and not by name or dimension: of value embeddings in a block each row is on its own."""
-    model = small()
-    model.transformer.h[0].values = torch.nn.Embedding(61, 32)
-    model.transformer.h[0].gate = torch.nn.Linear(32, 2)
-    model.transformer.extra = torch.nn.Linear(32, 32)
-    _, muon = make_optimizer(model, Settings(), Machine()).optimizers
-    taken = {id(p) for group in muon.param_groups for p in group["params"]}
-    names = {name for name, p in model.named_parameters() if id(p) in taken}
-    assert "transformer.h.0.gate.weight" in names
-    assert not names & {"transformer.h.0.values.weight", "transformer.extra.weight", "transformer.wte.weight"}
-
-
-def test_queries_keys_and_values_of_fewer_heads_are_stepped_apart():
-    model = small()
-    model.transformer.h[1].attn.c_attn = torch.nn.Linear(32, 64)  # 32 rows of queries, 16 of keys, 16 of values
-    _, muon = make_optimizer(model, Settings(), Machine()).optimizers
-    assert {group["stacked"] for group in muon.param_groups} == {(), (32, 32, 32), (32, 16, 16)}
-
-
-@every_dtype
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+@pytest.mark.parametrize(
+    "shape, dtype", [((24, 40), torch.float32), ((40, 24), torch.bfloat16), ((32, 32), torch.float16)]
+)
 def test_muon_makes_singular_values_one_and_leaves_the_directions(shape, dtype):
     torch.manual_seed(0)
     matrices = torch.randn(3, *shape) * torch.tensor([1e-6, 1.0, 1e6])[:, None, None]  # whatever their size

@@ -1,11 +1,9 @@
 """Reading text: what `datasets` makes of files, folders and the hub; documents of a .txt; a line for what is wrong."""
 
-import bz2
 import csv
 import gzip
 import io
 import json
-import lzma
 import random
 import re
 import subprocess
@@ -15,13 +13,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from parts.cli import UserError
 from parts.texts import ENDOFTEXT, open_texts, plain_texts, texts_of
 from tests.corpora import make_documents
-from tests.helpers import ROOT, assert_refused, damaged
+from tests.helpers import ROOT, assert_refused, damaged, random_text
 from tests.hub import Hub, hub_environment
 
 
@@ -59,9 +55,14 @@ def write(folder: Path, files: dict[str, bytes | Path]) -> Path:
     return folder
 
 
-def read(*source, **options) -> list[str]:
+def read_all(*source, **options) -> list[str | None]:
+    """The text of each row, None for one without."""
     batches = open_texts(tuple(map(str, source)), **options).batches()
-    return [text for _, batch in batches for text in batch if text is not None]
+    return [text for _, batch in batches for text in batch]
+
+
+def read(*source, **options) -> list[str]:
+    return [text for text in read_all(*source, **options) if text is not None]
 
 
 # ------------------------------------------------------------------------------- a folder, and the hub's dataset of it
@@ -70,22 +71,28 @@ DOCS = make_documents(30)
 OTHERS = [f"of another split {n}" for n in range(9)]
 SUBSETS = b"""---
 configs:
-- config_name: raw
-  data_files: [{split: train, path: raw/train*}, {split: test, path: raw/test*}]
-- config_name: tokens
+- config_name: set_1
+  data_files: [{split: train, path: raw/train*}, {split: split_2, path: raw/test*}]
+- config_name: set_2
   data_files: tokens/*
 ---
 """
 LAYOUTS = {
-    "splits": {"data/train-00000-of-00002.parquet": parquet(DOCS[:20]), "LICENSE.txt": b"MIT",
-               "data/train-00001-of-00002.parquet": parquet(DOCS[20:]),
-               "data/validation-00000-of-00001.parquet": parquet(OTHERS)},
-    "folders": {"train/a.jsonl": lines(*DOCS), "test/b.jsonl": lines(*OTHERS), "README.md": b"# A dataset"},
+    "splits": {
+        "data/train-00000-of-00002.parquet": parquet(DOCS[:20]),
+        "data/train-00001-of-00002.parquet": parquet(DOCS[20:]),
+        "data/validation-00000-of-00001.parquet": parquet(OTHERS),
+        "LICENSE.txt": b"MIT",
+    },
     "kinds": {"docs.jsonl": lines(*DOCS), "docs.csv": b"text\nnot this\n", "docs.parquet": parquet(DOCS)},
-    "card": {"README.md": SUBSETS, "raw/train.jsonl": lines(*DOCS), "raw/test.jsonl": lines(*OTHERS),
-             "tokens/train.jsonl": lines("t o k e n s")},
-}  # fmt: skip
-SUBSET = {"card": "raw"}
+    "card": {
+        "README.md": SUBSETS,
+        "raw/train.jsonl": lines(*DOCS),
+        "raw/test.jsonl": lines(*OTHERS),
+        "tokens/train.jsonl": lines("t o k e n s"),
+    },
+}
+SUBSET = {"card": "set_1"}
 STORIES = {"TinyStories-train.txt": b"One.\n\nDay.\n<|endoftext|>\nTwo.\n<|endoftext|>\n\nThree.\n",
            "TinyStories-valid.txt": b"Not this.\n"}  # fmt: skip
 BY_HUB_ID = """
@@ -148,10 +155,9 @@ def test_the_kind_that_a_folder_does_not_mean_is_named(tmp_path):
 
 def test_several_subsets_and_none_named_is_a_line_with_their_names(tmp_path):
     folder = write(tmp_path / "card", LAYOUTS["card"])
-    assert_refused("raw.*tokens", open_texts, (str(folder),))
-    assert read(folder, subset="raw", split="test") == OTHERS
-    assert_refused("nowhere.*train.*test", read, folder, subset="raw", split="nowhere")
-    assert read(folder, subset="raw", split="train+test") == DOCS + OTHERS
+    assert_refused("set_1.*set_2", read, folder)
+    assert_refused("split_3.*split_2", read, folder, subset="set_1", split="split_3")
+    assert read(folder, subset="set_1", split="train+split_2") == DOCS + OTHERS
 
 
 # ----------------------------------------------------------------------------------------- documents in, documents out
@@ -188,23 +194,18 @@ def test_documents_come_out_or_the_error_names_the_file(tmp_path, what):
 
 # ------------------------------------------------------------------------------------------------ rows without text
 
-@pytest.mark.parametrize("kind", ["json", "jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
 def test_rows_without_text_leave_their_neighbours_alone(tmp_path, kind):
     """With quotes, line ends and accents, which a reader of types writes otherwise where a column has two types."""
     docs = ['She said "naïve"\n\tand \\ left', "", " \u2028 ", "🙂"]
     odd = [1, 2.5, True, ["x"], {"text": "x"}, None, "\ud83d", "a\udc00"]
     rows = [dict(text=docs[0]), *(dict(text=text) for text in odd), *(dict(text=doc) for doc in docs[1:]), dict(id=1)]
-    separator = ",\n" if kind == "json" else "\n"
-    content = separator.join(json.dumps(row) for row in rows)
-    content = f"[{content}]" if kind == "json" else content
     path = tmp_path / f"a.{kind}"
-    path.write_bytes(gzip.compress(content.encode()) if kind.endswith("gz") else content.encode())
+    path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
     (tmp_path / "b.jsonl").write_bytes(lines(*docs))
-    texts = open_texts((str(path), str(tmp_path / "b.jsonl")))
-    with pytest.warns(UserWarning, match=f"row 2 of {path}"):
-        [(_, first), (_, second)] = texts.batches()
-    assert first == [docs[0], *[None] * len(odd), *docs[1:], None]
-    assert second == docs
+    with pytest.warns(UserWarning, match=f"2 of {path}"):
+        found = read_all(path, tmp_path / "b.jsonl")
+    assert found == [docs[0], *[None] * len(odd), *docs[1:], None, *docs]
 
 
 def test_columns_of_other_types_are_rows_without_text(tmp_path):
@@ -212,49 +213,41 @@ def test_columns_of_other_types_are_rows_without_text(tmp_path):
     lists = pa.table({"text": [["a"], None]})
     for n, table in enumerate([pa.table({"text": ["one"]}), numbers, lists, pa.table({"body": ["x"]})]):
         pq.write_table(table, tmp_path / f"{n}.parquet")
-    batches = open_texts((f"{tmp_path}/*.parquet",)).batches()
-    assert [batch for _, batch in batches] == [["one"], [None, None], [None, None], [None]]
+    assert read_all(f"{tmp_path}/*.parquet") == ["one", None, None, None, None, None]
 
 
-def test_keys_that_nobody_reads_do_not_matter(tmp_path):
-    """Optional ones, dates, numbers of two types."""
-    rows = [
-        '{"text": "one", "score": 1}', '{"text": "two", "score": 1.5, "date": "2024-01-01"}',
-        '{"text": "three", "score": "high", "meta": {"a": [1]}}', '{"text": "four", "meta": []}',
-    ]  # fmt: skip
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    assert read(tmp_path / "a.jsonl") == ["one", "two", "three", "four"]
-
-
-@pytest.mark.parametrize("line", [b'{"text": "cut', b"\0\0", b'{"text": "caf\xe9"}'])
-def test_a_line_that_is_not_json_is_left_out_and_named(tmp_path, line):
+def test_a_line_that_is_not_json_is_left_out_and_named(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(line + b"\n" + A + line + b"\n" + B + line)
-    with pytest.warns(UserWarning, match=f"row 1 of {path}"):
-        [(_, batch)] = open_texts((str(path),)).batches()
-    assert batch == [None, *ONE, None, "four", "five", None]
+    path.write_bytes(b'{"text": "cut\n' + A + b"\0\0\n" + B + b'{"text": "caf\xe9"}')
+    with pytest.warns(UserWarning, match=f"1 of {path}"):
+        assert read_all(path) == [None, *ONE, None, "four", "five", None]
 
 
 def test_a_row_with_more_fields_than_columns_is_left_out_and_named(tmp_path):
     """Its text may go on in the next field."""
     path = tmp_path / "a.csv"
     path.write_text("id,text\n1,one\n2,two, or\n3\n\n4,four\n")
-    with pytest.warns(UserWarning, match=f"row 2 of {path}"):
-        [(_, batch)] = open_texts((str(path),)).batches()
-    assert batch == ["one", None, None, "four"]
+    with pytest.warns(UserWarning, match=f"2 of {path}"):
+        assert read_all(path) == ["one", None, None, "four"]
 
 
-EMPTY = {
-    "a.parquet": parquet(pa.array([], pa.string())), "0.parquet": b"", "a.jsonl": b"", "a.json": b"[]", "a.csv": b"",
-    "b.csv": b"text\n", "a.txt": b"", "a.arrow": arrow(pa.array([], pa.string())), "a.jsonl.gz": gzip.compress(b""),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_file_is_no_fault_wherever_it_stands(tmp_path, name):
-    write(tmp_path, {name: EMPTY[name], "one.jsonl": lines("one"), "two.jsonl": lines("two")})
-    one, two, empty = (str(tmp_path / file) for file in ("one.jsonl", "two.jsonl", name))
-    for order in ((empty, one, two), (one, empty, two), (one, two, empty)):
+def test_an_empty_file_is_no_fault_wherever_it_stands(tmp_path):
+    empty = {
+        "no rows.parquet": parquet(pa.array([], pa.string())),
+        "no bytes.parquet": b"",
+        "a.arrow": arrow(pa.array([], pa.string())),
+        "a.jsonl": b"",
+        "a.json": b"[]",
+        "a.csv": b"",
+        "b.csv": b"text\n",
+        "a.txt": b"",
+        "a.jsonl.gz": gzip.compress(b""),
+    }
+    write(tmp_path, empty | {"one.jsonl": lines("one"), "two.jsonl": lines("two")})
+    empty = [tmp_path / name for name in empty]
+    one = tmp_path / "one.jsonl"
+    two = tmp_path / "two.jsonl"
+    for order in ([*empty, one, two], [one, *empty, two], [one, two, *empty]):
         assert read(*order) == ["one", "two"]
 
 
@@ -269,27 +262,23 @@ def table_of(docs: list[str], delimiter: str) -> bytes:
     return buffer.getvalue().encode()
 
 
-PACKED = ["jsonl.gz", "jsonl.bz2", "jsonl.xz", "jsonl.zst", "csv.gz", "txt.xz"]
-
-
-@pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl", "json", "csv", "tsv", "txt", *PACKED])
+@pytest.mark.parametrize("name", ["parquet", "arrow", "jsonl.gz", "jsonl.zst", "json", "csv", "tsv"])
 def test_all_formats_give_the_same_documents(tmp_path, name):
-    kind, _, pack = name.partition(".")
     content = {
-        "parquet": parquet(WORDS), "arrow": arrow(WORDS), "csv": table_of(WORDS, ","),
-        "json": json.dumps([dict(text=word) for word in WORDS]).encode(), "tsv": table_of(WORDS, "\t"),
-        "txt": f"\n{ENDOFTEXT}\n".join(WORDS).encode(),
-    }.get(kind, lines(*WORDS))  # fmt: skip
-    packers = {"": bytes, "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zst}
+        "parquet": parquet(WORDS),
+        "arrow": arrow(WORDS),
+        "jsonl.gz": gzip.compress(lines(*WORDS)),
+        "jsonl.zst": zst(lines(*WORDS)),
+        "json": json.dumps([dict(text=word) for word in WORDS]).encode(),
+        "csv": table_of(WORDS, ","),
+        "tsv": table_of(WORDS, "\t"),
+    }
     path = tmp_path / f"a.{name}"
-    path.write_bytes(packers[pack](content))
-    expected = [f"{word}\n" for word in WORDS if word.strip()] if kind == "txt" else WORDS
-    if kind == "txt":
-        expected[-1] = expected[-1].removesuffix("\n")
-    assert read(path) == expected
+    path.write_bytes(content[name])
+    assert read(path) == WORDS
 
 
-@pytest.mark.parametrize("name", ["a[b]c", "a*b", "{x}", "數據 x"])
+@pytest.mark.parametrize("name", ["a[b]c", "{數據} *"])
 def test_a_folder_may_have_any_name(tmp_path, name):
     folder = write(tmp_path / name, LAYOUTS["splits"])
     assert read(folder) == DOCS
@@ -329,31 +318,22 @@ def test_links_to_files_are_read_once_and_links_to_folders_are_named(linked):
 HIDDEN = {"a.jsonl": A, ".b.jsonl": B, ".git/c.jsonl": B, "x/b.jsonl": B, "x/y/c.jsonl": B}
 
 
-@pytest.mark.parametrize("patterns", [[""], ["**/*.jsonl"], ["x/b.jsonl", "", "x"], ["*.jsonl", "*/*.jsonl", "x"]])
+@pytest.mark.parametrize("patterns", [["**/*.jsonl"], ["x/b.jsonl", "", "x"]])
 def test_nested_documents_come_out_once_whatever_the_patterns(tmp_path, patterns):
     write(tmp_path, HIDDEN)
     assert sorted(read(*(f"{tmp_path}/{pattern}" for pattern in patterns))) == sorted([*ONE, *["five", "four"] * 2])
 
 
-@pytest.mark.parametrize("source", [("",), ("absent.txt",), ("no/absent.jsonl",)])
-def test_a_source_that_names_nothing_is_one_line(source):
-    assert_refused(source[0], open_texts, source)
+def test_a_source_that_names_nothing_is_one_line():
+    assert_refused("no/absent.jsonl", read, "no/absent.jsonl")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.zst", "a.txt.gz", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
 def test_a_stream_continues_from_each_of_its_places(tmp_path, name):
-    docs = [f"{n} " + doc.replace("\r", "") + "\n\n\n" for n, doc in enumerate(make_documents(300))]
-    if ".txt" in name:
-        content = "".join(docs).replace("\n", "\n \t").encode()
-    elif name == "a.parquet":
-        content = parquet(docs, row_group_size=100)
-    else:
-        content = arrow(docs, pa.ipc.new_file) if name == "a.arrow" else lines(*docs)
-    content = gzip.compress(content) if name.endswith("gz") else zst(content) if name.endswith("zst") else content
-    path = tmp_path / name
-    path.write_bytes(content)
-    (tmp_path / "b.jsonl").write_bytes(lines(*docs[:70]))
-    texts = open_texts((str(path), str(tmp_path / "b.jsonl")))
+    docs = make_documents(300)
+    content = parquet(docs, row_group_size=100) if name == "a.parquet" else zst(lines(*docs))
+    write(tmp_path, {name: content, "b.jsonl": lines(*docs[:70])})
+    texts = open_texts((f"{tmp_path}/{name}", f"{tmp_path}/b.jsonl"))
     batches = list(texts.batches())
     assert len(batches) > 6
     for n, (place, _) in enumerate(batches):
@@ -361,11 +341,15 @@ def test_a_stream_continues_from_each_of_its_places(tmp_path, name):
         assert [batch for _, batch in again] == [batch for _, batch in batches[n:]]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.zst", "txt.gz"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl.zst", "txt.gz"])
 def test_a_damaged_file_gives_documents_or_one_error_with_its_name(tmp_path, kind):
     docs = make_documents(20)
-    content = parquet(docs) if kind == "parquet" else "\n\n\n".join(docs).encode() if "txt" in kind else lines(*docs)
-    whole = gzip.compress(content) if kind.endswith("gz") else zst(content) if kind.endswith("zst") else content
+    wholes = {
+        "parquet": parquet(docs),
+        "jsonl.zst": zst(lines(*docs)),
+        "txt.gz": gzip.compress("\n\n\n".join(docs).encode()),
+    }
+    whole = wholes[kind]
     rng = random.Random(kind)
     path = tmp_path / f"docs.{kind}"
     contents = damaged(whole) | {"cut short": whole[:-5], "zeros": bytes(len(whole))}
@@ -397,18 +381,14 @@ def test_documents_of_a_text_are_the_same_for_training_and_for_shards(tmp_path, 
     assert read(tmp_path / "a.txt") == expected
 
 
-@given(st.text(alphabet="a \n\u3000中", max_size=60))
-@example("a\n\n\n\nb\n\nc\n\n\n")
-def test_documents_join_to_the_text_without_blank_lines_before_it(text):
+@pytest.mark.parametrize("seed", range(20))
+def test_documents_join_to_the_text_without_blank_lines_before_it(seed):
+    text = random_text(seed, "a中 \n\n\n\u3000", 300)
     pieces = texts_of(text)
     assert text.endswith("".join(pieces))
     assert not text.removesuffix("".join(pieces)).strip()
     assert all(piece.strip() for piece in pieces)
     assert not any(re.search(r"\S[^\S\n]*\n([^\S\n]*\n){2,}[^\S\n]*[^\s]", piece) for piece in pieces)
-
-
-def test_many_blank_lines_are_read_at_once():
-    assert texts_of("a" + "\n" * 300_000 + "b") == ["a" + "\n" * 300_000, "b"]
 
 
 def test_an_end_inside_a_line_is_named(tmp_path):
@@ -423,6 +403,6 @@ def test_a_folder_of_plain_texts_is_read_but_for_what_is_hidden_or_no_text(tmp_p
     write(tmp_path, files)
     texts, [note] = plain_texts(str(tmp_path))
     assert texts == ["# Notes", "<p>hi", "marked", "print()"]
-    assert "4 of 6 files" in note
+    assert {"4", "6"} <= set(re.findall(r"\d+", note))
     (tmp_path / "empty").mkdir()
     assert_refused("empty", plain_texts, str(tmp_path / "empty"))
