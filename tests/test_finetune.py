@@ -15,8 +15,7 @@ from model import GPT
 from parts import chat
 from parts.checkpoint import find_adapter, save_model
 from parts.conversations import Example, encode_rows, messages_of, micro_batches
-from parts.huggingface import load_adapter, read_adapter, weights_sha256
-from parts.lora import TARGETS
+from parts.huggingface import load_adapter
 from tests.conftest import Door
 from tests.finetuning import ROWS, adapted, distance, said, small_gpt
 from tests.helpers import (
@@ -30,7 +29,7 @@ from tests.helpers import (
     prose,
     read_json,
     remove_after,
-    slow,
+    resume_table,
     steps_of,
     succeed,
     write_json,
@@ -39,11 +38,10 @@ from tests.helpers import (
 # ---- the loss
 
 
-@pytest.mark.parametrize("dropped", [None, "attn.c_proj"])
-def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_tokenizer, dropped):
+def test_a_batch_gives_the_loss_and_gradients_of_its_examples_one_by_one(small_tokenizer):
     """Micro-batches of several lengths, padded, with the loss at answers only, against the plain forward pass."""
     examples = encode_rows([messages_of(r, "") for r in ROWS[:13]], chat.our_chat(small_tokenizer), 1000)
-    model = adapted(small_gpt(n_positions=256), [t for t in TARGETS if t != dropped])
+    model = adapted(small_gpt(n_positions=256))
     n_targets = sum(int((e.targets >= 0).sum()) for e in examples)
     micros = [tuple(map(torch.from_numpy, micro)) for micro in micro_batches(examples, 300, 20)]
     assert 2 <= len(micros) <= 6
@@ -109,10 +107,9 @@ def test_constants_follow_from_the_rows_and_the_rank_unless_they_are_given(finet
     assert config["sequence_length"] == 128
 
 
-@pytest.mark.parametrize("r,options", [(4, {}), (0, {}), slow(4, dict(dtype="bfloat16", lora_dropout=0.1))])
-def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, run_dir, r, options):
-    result = finetune(lora_dim=r, sample_interval=6, **options)
-    assert re.search("60 rows.* 54 .* 6 ", result.stdout)
+@pytest.mark.parametrize("r", [4, 0])
+def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetune, base, run_dir, r):
+    result = finetune(lora_dim=r, sample_interval=6)
     val = column(run_dir, "val", "loss")
     model = f"{base / 'base'} --adapter {run_dir / 'adapter'}" if r else run_dir
     for printed in (f"{val[0]:.4f}", f"{val[-1]:.4f}", f"sample.py {model} --chat"):
@@ -136,10 +133,9 @@ def test_finetuning_lowers_the_validation_loss_and_leaves_what_it_should(finetun
 def test_an_adapter_knows_its_base_and_refuses_another_of_the_same_shapes(finetune, base, run_dir):
     """Also of a base that was frozen in 16 bits."""
     finetune(max_steps=1, eval_interval=0, dtype="bfloat16")
-    own = weights_sha256(GPT.from_pretrained(base / "base"))
     for adapter in (run_dir / "step_000001", run_dir / "adapter"):
-        assert read_adapter(adapter)[2]["base_sha256"] == own
-        assert_refused("base", load_adapter, small_gpt(seed=1, n_positions=128), adapter)
+        load_adapter(GPT.from_pretrained(base / "base"), adapter)
+        assert_refused(str(adapter), load_adapter, small_gpt(seed=1, n_positions=128), adapter)
 
 
 @pytest.mark.parametrize("options", [dict(lora_dim=0), dict(lora_dropout=0.2)])
@@ -234,9 +230,7 @@ def test_a_run_ends_with_a_sample_and_an_adapter(finetune, run_dir):
     finetune(max_steps=3, eval_interval=0, checkpoint_interval=0)
     assert steps_of(run_dir) == []
     assert (run_dir / "adapter" / "adapter_model.safetensors").exists()
-    [sample] = log_of(run_dir, "sample")
-    assert sample["step"] == 3
-    assert sample["text"].startswith("BEGINNING OF CONVERSATION: USER: Give three tips for a good meal. ASSISTANT:")
+    assert column(run_dir, "sample", "step") == [3]
 
 
 def test_a_run_ends_with_held_out_questions_and_both_answers(finetune, base, tmp_path, run_dir):
@@ -245,13 +239,10 @@ def test_a_run_ends_with_held_out_questions_and_both_answers(finetune, base, tmp
         dict(instruction=f"Ask {n}?", output=f"star {n}", held_out=True) for n in range(4)
     ]
     result = finetune(data=write_json(tmp_path / "rows.json", rows), max_steps=30, lora_dim=0, max_lr=0.02)
-    questions, answers, expected = (
-        re.findall(rf"^ *{name}: (.*)$", result.stdout, re.MULTILINE) for name in ("held out", "model", "row")
-    )
+    questions = re.findall(r"Ask (\d)\?", result.stdout)
     assert len(set(questions)) == 3
-    assert answers == ["moon"] * 3
-    for question, answer in zip(questions, expected, strict=True):
-        assert question[4:-1] == answer[5:]
+    assert re.findall(r"star (\d)$", result.stdout, re.MULTILINE) == questions
+    assert len(re.findall(r" moon$", result.stdout, re.MULTILINE)) == 3
 
 
 # ---- what a resume does with a changed constant: docs/lora.md
@@ -271,7 +262,9 @@ SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, run_dir):
     finetune(**SHORT)
     before = files_of(run_dir)
-    for name in lf.FIXED:
+    refused = [name for name, said in resume_table("lora.md").items() if said == "refused"]
+    assert len(refused) == 9
+    for name in refused:
         finetune.error(name, **SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]})
         assert files_of(run_dir) == before
 
@@ -298,8 +291,8 @@ def test_another_base_and_other_rows_are_refused(finetune, base, tmp_path, run_d
     finetune.error("--adapter", out="further", base=run_dir)
     small_gpt(seed=1, n_positions=128).save_pretrained(tmp_path / "base")
     shutil.copy(base / "base" / "tokenizer.json", tmp_path / "base")
-    finetune.error("base", **SHORT, resume=True, base=tmp_path / "base")
-    finetune.error("data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))
+    finetune.error(" base", **SHORT, resume=True, base=tmp_path / "base")
+    finetune.error(" data", **SHORT, resume=True, data=write_json(tmp_path / "rows.json", ROWS[:-1]))
     finetune(**SHORT, resume=True, data=write_json(tmp_path / "moved.json", ROWS))
 
 
@@ -314,15 +307,12 @@ def test_recomputed_activations_change_no_figure(finetune, tmp_path):
 BAD = [
     (dict(data="absent.json"), ["absent.json"]),
     (dict(base="absent/"), ["absent"]),
-    (dict(adapter="absent"), ["absent"]),
     (dict(sequence_length=1000), ["128", "--sequence_length 1000"]),
     (dict(sequence_length=1), ["rows.json"]),
     (dict(lora_dim=-1), ["--lora_dim", "-1"]),
-    (dict(lora_dropout=1.0), ["--lora_dropout", "1.0"]),
     (dict(targets="wte"), ["--targets", "wte"]),
     (dict(lora_dim=0, merge="x"), ["--merge"]),
     (dict(lora_dim=0, checkpoint_interval=0), ["--checkpoint_interval"]),
-    (dict(lora_rank=3), ["lora_rank"]),
 ]  # fmt: skip
 
 

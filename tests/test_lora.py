@@ -125,20 +125,18 @@ def test_only_the_factors_are_trained_and_layers_below_the_first_one_get_no_grad
     assert seen == ["second"]
 
 
-@pytest.mark.parametrize("r", [1, 8, 32])
-def test_trainable_parameters_on_gpt2(r):
+def test_trainable_parameters_on_gpt2():
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    count = 147_456 * r  # r (in + out) of the four projections of 12 blocks
-    lora.add_lora(model, LoRAConfig(r, 16.0))
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
+    lora.add_lora(model, LoRAConfig(8, 16.0))
+    # r (in + out) of the four projections of 12 blocks
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 147_456 * 8
 
 
-@pytest.mark.parametrize("target", ["wte", "lm_head", "transformer.wte", "q_proj", ""])
-def test_what_cannot_be_adapted_is_refused_with_the_reason(target):
-    assert_refused(
-        f"--targets .*{target}.*c_attn", lora.target_names, small_gpt(), ["c_fc", target] if target else []
-    )
+@pytest.mark.parametrize("targets", [("c_fc", "wte"), ()])
+def test_what_cannot_be_adapted_is_refused_with_the_choices(targets):
+    config = LoRAConfig(4, 8.0, targets=targets)
+    assert_refused(f"--targets .*{' '.join(targets)}.*c_attn", lora.add_lora, small_gpt(), config)
 
 
 # ---- adapter files
@@ -170,10 +168,12 @@ def test_peft_loads_our_adapter(tmp_path, on_disk, targets, rslora, recwarn):
 
 
 @pytest.mark.parametrize(
-    "targets,options",
-    [(list(TARGETS), dict(lora_dropout=0.1)), (["c_proj", "c_fc"], dict(init_lora_weights=False)),
-     (["c_attn"], dict(use_rslora=True, init_lora_weights="gaussian"))],
-)  # fmt: skip
+    "targets, options",
+    [
+        (list(TARGETS), dict(lora_dropout=0.1)),
+        (["c_proj", "c_attn"], dict(use_rslora=True, init_lora_weights="gaussian")),
+    ],
+)
 def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targets, options):
     from peft import LoraConfig, get_peft_model
 
@@ -193,26 +193,6 @@ def test_we_load_an_adapter_that_peft_trained_and_saved(tmp_path, on_disk, targe
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
-SETTINGS = """\
-{
-  "peft_type": "LORA",
-  "task_type": "CAUSAL_LM",
-  "base_model_name_or_path": "base",
-  "r": 4,
-  "lora_alpha": 8.0,
-  "lora_dropout": 0.0,
-  "target_modules": [
-    "c_attn",
-    "attn.c_proj",
-    "c_fc",
-    "mlp.c_proj"
-  ],
-  "fan_in_fan_out": true,
-  "bias": "none",
-  "use_rslora": false,
-  "inference_mode": true
-}
-"""
 
 
 def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
@@ -226,7 +206,6 @@ def test_the_file_holds_the_adapter_bit_for_bit_and_nothing_else(tmp_path):
     assert file.stat().st_size == 8 + header + 4 * trainable  # safetensors: length, header, fp32 values
     names = {f"base_model.model.{name}.lora_{f}.weight" for name in lora.lora_modules(model) for f in "AB"}
     assert set(load_file(file)) == names
-    assert (path / CONFIG).read_text() == SETTINGS
     loaded = load_adapter(small_gpt(), path)
     assert distance(loaded, model) == 0
     assert not any(p.requires_grad for n, p in loaded.named_parameters() if "lora" not in n)
@@ -258,11 +237,6 @@ def test_the_fingerprint_is_of_the_weights_and_not_of_their_files(tmp_path):
 @pytest.mark.parametrize("shape", [dict(n_embd=48), dict(n_layer=1)])
 def test_an_adapter_of_another_shape_is_refused(saved, shape):
     assert_refused(r"c_attn\.lora_A", load_adapter, small_gpt(**shape), saved)
-
-
-A = torch.ones(4, 320)
-
-
 @pytest.fixture
 def saved(tmp_path):
     return save_adapter(adapted(small_gpt()), tmp_path / "adapter")
@@ -273,50 +247,47 @@ def settings_with(path, **changes) -> None:
     write_json(file, read_json(file) | changes)
 
 
-def tensors_with(change):
-    return lambda file: save_file(change(load_file(file)), file)
-
-
 @pytest.mark.parametrize(
-    "name, harm, words",
-    [
-        (TENSORS, lambda file: file.write_bytes(file.read_bytes()[:500]), TENSORS),
-        (TENSORS, lambda file: file.rename(file.with_suffix(".bin")), TENSORS),
-        (TENSORS, tensors_with(lambda found: {n: t for n, t in found.items() if ".h.1." not in n}), r"h\.1\."),
-        (TENSORS, tensors_with(lambda found: {}), "c_attn"),
-        (TENSORS, tensors_with(lambda found: {"base_model.model.transformer.wte.lora_embedding_A": A}), "wte"),
-        (CONFIG, lambda file: file.write_text("{"), CONFIG),
-        (CONFIG, lambda file: file.write_text("[]"), CONFIG),
-        (CONFIG, lambda file: file.unlink(), CONFIG),
-    ],
+    "harm, words", [("cut", TENSORS), ("missing", TENSORS), ("a block", r"\.h\.1\."), ("all", "c_attn"), ("table", "wte")]
 )
-def test_an_adapter_that_cannot_be_used_is_refused_in_one_line(saved, name, harm, words):
-    harm(saved / name)
-    assert_refused(words, load_adapter, small_gpt(), saved, error=(UserError, OSError))
+def test_tensors_that_cannot_be_used_are_refused_in_one_line(saved, harm, words):
+    file = saved / TENSORS
+    tensors = load_file(file)
+    match harm:
+        case "cut":
+            file.write_bytes(file.read_bytes()[:500])
+        case "missing":
+            file.unlink()
+        case "a block":
+            save_file({name: tensor for name, tensor in tensors.items() if ".h.1." not in name}, file)
+        case "all":
+            save_file({}, file)
+        case "table":
+            save_file({"base_model.model.transformer.wte.lora_embedding_A": torch.ones(4, 320)}, file)
+    assert_refused(words, load_adapter, small_gpt(), saved)
 
 
-OTHER = [
-    *(("lora_alpha", value) for value in (0, -1, math.inf, math.nan, None)),
-    ("use_dora", True),
-    ("peft_type", "LOHA"),
-    ("task_type", "SEQ_CLS"),
-    ("bias", "all"),
-    *(("init_lora_weights", value) for value in ("pissa", "pissa_niter_4", "olora", "mica")),
-    ("modules_to_save", ["wte"]),
-    ("rank_pattern", {"c_fc": 2}),
-    ("alpha_pattern", {"c_fc": 2}),
-    ("alora_invocation_tokens", [1, 2]),
-    ("layer_replication", [[0, 1]]),
-    ("layers_to_transform", [0]),
-    ("loftq_config", {"loftq_bits": 4}),
-    ("trainable_token_indices", [1]),
-    ("use_something_new", True),
-]  # fmt: skip
+@pytest.mark.parametrize("content", ["[]", None])
+def test_settings_that_cannot_be_read_are_refused_in_one_line(saved, content):
+    (saved / CONFIG).unlink()
+    if content:
+        (saved / CONFIG).write_text(content)
+    assert_refused(CONFIG, load_adapter, small_gpt(), saved, error=(UserError, OSError))
 
 
-@pytest.mark.parametrize("key, value", OTHER)
-def test_a_setting_that_we_do_not_compute_is_refused_by_name(saved, key, value):
-    settings_with(saved, **{key: value})
+OTHER = dict(
+    lora_alpha=0,
+    use_dora=True,
+    peft_type="LOHA",
+    init_lora_weights="pissa",
+    rank_pattern={"c_fc": 2},
+    use_something_new=True,
+)
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_a_setting_that_we_do_not_compute_is_refused_by_name(saved, key):
+    settings_with(saved, **{key: OTHER[key]})
     assert_refused(key, load_adapter, small_gpt(), saved)
 
 
@@ -330,20 +301,12 @@ def test_every_option_of_peft_that_is_at_its_default_is_read(saved):
     assert distance(load_adapter(small_gpt(), saved), before) == 0
 
 
-def test_an_adapter_that_names_no_dropout_has_none(saved):
-    settings = read_json(saved / CONFIG)
-    del settings["lora_dropout"]
-    write_json(saved / CONFIG, settings)
-    assert load_adapter(small_gpt(), saved).lora.dropout == 0
-
-
-@pytest.mark.parametrize("r, alpha", [(0, 8.0), (4, 0.0), (4, math.inf), (4, math.nan)])
+@pytest.mark.parametrize("r, alpha", [(0, 8.0), (4, math.inf), (4, math.nan)])
 def test_what_makes_no_scale_is_refused(r, alpha):
     assert_refused(rf"\b{r}\b", LoRAConfig, r, alpha)
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("c_fc",)], ids=",".join)
-def test_autocast_casts_the_weights_of_a_merged_model_once_as_those_of_a_plain_one(targets):
+def test_autocast_casts_the_weights_of_a_merged_model_once_as_those_of_a_plain_one():
     def casts(model: GPT) -> int:
         counted = []
 
@@ -357,7 +320,7 @@ def test_autocast_casts_the_weights_of_a_merged_model_once_as_those_of_a_plain_o
                 model(tokens(1, 8))
         return len(counted)
 
-    merged = lora.remove_lora(lora.merge(adapted(small_gpt(), targets)))
+    merged = lora.remove_lora(lora.merge(adapted(small_gpt(), ("c_fc",))))
     assert casts(merged.eval()) == casts(small_gpt().eval()) > 8
 
 

@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 from bpe.tokenizer import Tokenizer
 from model import GPT, SIZES, GPTConfig
-from parts import loss as loss_module
 from parts.checkpoint import open_model, save_model
 from parts.cli import UserError
 from parts.data import IGNORED
-from parts.huggingface import read_config
 from parts.loss import LinearCrossEntropy, chunk_size, linear_cross_entropy, plain_cross_entropy
 from tests.helpers import assert_invalid, assert_refused, read_json, seeded, slow, write_json
 
@@ -36,7 +34,7 @@ def tokens(*shape, seed=0, vocab=211):
 # ---- against transformers
 
 
-@pytest.mark.parametrize("size", ["gpt2", *map(slow, [name for name in SIZES if name != "gpt2"])])
+@pytest.mark.parametrize("size", ["gpt2", slow("gpt2-xl")])
 def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -52,6 +50,10 @@ def test_logits_equal_those_of_transformers_in_both_directions(size, tmp_path):
         made.save_pretrained(tmp_path / "ours")
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
         assert (made(idx) - read(idx).logits).abs().max() < 1e-4
+        read.transformer.h[0].mlp.c_fc.weight.mul_(1.5)  # as training there
+        read.save_pretrained(tmp_path / "again")
+        again = GPT.from_pretrained(tmp_path / "again").eval()
+        assert (again(idx) - read(idx).logits).abs().max() < 1e-4
 
 
 def test_hub_files_without_prefix_and_with_masks_and_a_head_copy_are_read(tmp_path):
@@ -76,30 +78,26 @@ def saved(tmp_path):
 
 
 CONFIG = dict(model_type="gpt2", vocab_size=211, n_positions=32, n_embd=32, n_layer=2, n_head=2)
-MALFORMED = {
-    "empty": b"", "half": json.dumps(CONFIG).encode()[:40], "not UTF-8": b'{"model_type": "\xff\xfe"}',
-    "a list": b"[1, 2]", "deep": b'{"a":' * 100_000, "long number": b'{"n_layer": ' + b"9" * 5000 + b"}",
-} | {"no model_type": b"{}"}  # fmt: skip
-WRONG_VALUES = dict(
-    n_layer=[0, 10**12, 2.0, "2", None, True, math.inf],
-    n_embd=[33],
-    n_head=[3],
-    model_type=["llama"],
-    activation_function=["relu"],
-    layer_norm_epsilon=[1e-6],
-    scale_attn_weights=[False],
-    scale_attn_by_inverse_layer_idx=[True],
-    add_cross_attention=[True],
-)
-for key, values in WRONG_VALUES.items():
-    MALFORMED |= {f"{key} {value!r}": json.dumps(CONFIG | {key: value}).encode() for value in values}
+MALFORMED = [b"[1, 2]", b'{"a":' * 100_000, json.dumps(CONFIG).encode()[:40]]
+WRONG = [
+    dict(n_layer=10**12),
+    dict(n_layer="2"),
+    dict(n_embd=33),
+    dict(model_type="llama"),
+    dict(layer_norm_epsilon=1e-6),
+]
+MALFORMED += [json.dumps(CONFIG | change).encode() for change in WRONG]
 
 
-@pytest.mark.parametrize("kind", MALFORMED)
-def test_a_malformed_config_is_refused_by_name(saved, kind):
-    (saved / "config.json").write_bytes(MALFORMED[kind])
-    for read in (read_config, GPT.from_pretrained):
-        assert_refused("config.json", read, saved)
+@pytest.mark.parametrize("content", MALFORMED, ids=lambda content: content[-40:])
+def test_a_malformed_config_is_refused_by_name(saved, content):
+    (saved / "config.json").write_bytes(content)
+    assert_refused("config.json", GPT.from_pretrained, saved)
+
+
+def test_a_config_without_what_only_we_write_is_enough(saved):
+    write_json(saved / "config.json", CONFIG)
+    assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
 
 
 def test_more_layers_than_the_weights_have_are_refused(saved):
@@ -107,64 +105,36 @@ def test_more_layers_than_the_weights_have_are_refused(saved):
     assert_refused(r"transformer\.h\.2\.", GPT.from_pretrained, saved)
 
 
-@pytest.mark.parametrize("size", ["n_positions", "vocab_size", "n_layer", "n_embd"])
-def test_no_model_is_made_that_could_not_be_loaded_again(size):
-    assert GPTConfig(**SMALL | {size: 2**20})
+def test_no_model_is_made_that_could_not_be_loaded_again():
+    assert GPTConfig(**SMALL | dict(n_positions=2**20))
     for value in (2**20 + 2, 0):
-        assert_invalid(f"{size}.*{value}", GPTConfig, **SMALL | {size: value})
+        assert_invalid(f"n_positions.*{value}", GPTConfig, **SMALL | dict(n_positions=value))
 
 
-def test_a_missing_or_unreadable_file_is_refused_by_name(saved):
-    for name, read in {"model.safetensors": GPT.from_pretrained, "config.json": read_config}.items():
-        (saved / name).unlink()
-        assert_refused(name, read, saved, error=(UserError, OSError))
-        (saved / name).mkdir()
-        assert_refused(name, read, saved, error=(UserError, OSError))
-        if name != "config.json":  # for which no weights are needed
-            config = read_config(saved, dropout=0.1, attention="naive")
-            assert config == GPTConfig(**SMALL, dropout=0.1, attention="naive")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_missing_or_unreadable_file_is_refused_by_name(saved, name):
+    (saved / name).unlink()
+    assert_refused(name, GPT.from_pretrained, saved, error=(UserError, OSError))
+    (saved / name).mkdir()
+    assert_refused(name, GPT.from_pretrained, saved, error=(UserError, OSError))
 
 
-BROKEN = {
-    "nothing": lambda data: b"",
-    "the first half": lambda data: data[: len(data) // 2],
-    "a byte too many": lambda data: data + b"x",
-    "text": lambda data: b"hello " * 99,
-    "a flipped header": lambda data: data[:40] + b"\xff" + data[41:],
-    "an endless header": lambda data: b"\xff" * 8 + data[8:],
-    "a header that is too deep": lambda data: (250_000).to_bytes(8, "little") + b'{"a":' * 50_000,
-}
-
-
-@pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-def test_broken_weights_are_refused_by_name(saved, damage):
+def test_broken_weights_are_refused_by_name(saved):
     file = saved / "model.safetensors"
-    file.write_bytes(damage(file.read_bytes()))
-    assert_refused(r"model\.safetensors", GPT.from_pretrained, saved)
+    data = file.read_bytes()
+    for damaged in (data[: len(data) // 2], b"\xff" * 8 + data[8:]):  # the second has an endless header
+        file.write_bytes(damaged)
+        assert_refused("model.safetensors", GPT.from_pretrained, saved)
 
 
 BIAS = "transformer.ln_f.bias"
-WRONG = dict(short=torch.ones(31), lost=None)
 
 
-@pytest.mark.parametrize(
-    "name, wrong", [*((BIAS, tensor) for tensor in WRONG.values()), ("_orig_mod.x", torch.ones(1))]
-)
+@pytest.mark.parametrize("name, wrong", [(BIAS, torch.ones(31)), (BIAS, None), ("_orig_mod.x", torch.ones(1))])
 def test_tensors_that_do_not_fit_are_refused_by_name(saved, name, wrong):
     state = load_file(saved / "model.safetensors") | {name: wrong}
     save_file({key: tensor for key, tensor in state.items() if tensor is not None}, saved / "model.safetensors")
     assert_refused(name, GPT.from_pretrained, saved)
-
-
-def test_weights_in_several_files_and_in_16_bits_are_read(saved):
-    state = {k: v.bfloat16() for k, v in load_file(saved / "model.safetensors").items()}
-    shards(saved, state, 2)
-    (saved / "model.safetensors").unlink()
-    read = GPT.from_pretrained(saved)
-    for p, q in zip(read.parameters(), small().parameters(), strict=True):
-        assert p.dtype == torch.float32
-        assert torch.equal(p, q.bfloat16().float())
-    assert read.lm_head.weight is read.transformer.wte.weight
 
 
 def shards(directory, state: dict, n: int) -> None:
@@ -178,16 +148,19 @@ def shards(directory, state: dict, n: int) -> None:
     write_json(directory / "model.safetensors.index.json", dict(weight_map=weight_map))
 
 
-def test_shards_are_those_that_the_index_lists(saved):
-    state = load_file(saved / "model.safetensors")
+def test_weights_in_16_bits_and_in_the_files_that_an_index_lists_are_read(saved):
+    state = {k: v.bfloat16() for k, v in load_file(saved / "model.safetensors").items()}
     (saved / "model.safetensors").unlink()
     shards(saved, {name: tensor + 1 for name, tensor in state.items()}, 3)
     shards(saved, state, 2)
-    assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
+    read = GPT.from_pretrained(saved, dropout=0.1, attention="naive")
+    assert read.config == GPTConfig(**SMALL, dropout=0.1, attention="naive")
+    for p, q in zip(read.parameters(), small().parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, q.bfloat16().float())
+    assert read.lm_head.weight is read.transformer.wte.weight
     write_json(saved / "model.safetensors.index.json", dict(weight_map={"wte.weight": "gone"}))
     assert_refused("gone", GPT.from_pretrained, saved)
-    (saved / "model.safetensors.index.json").unlink()
-    assert_refused("model.safetensors", GPT.from_pretrained, saved)
 
 
 def test_a_model_of_the_hub_is_downloaded_once(saved, monkeypatch):
@@ -263,24 +236,6 @@ def test_a_parameter_made_of_what_an_initialization_returns_is_loaded(saved, mon
     assert torch.equal(GPT.from_pretrained(saved).shift, model.shift)
 
 
-def test_a_config_without_what_only_we_write_is_enough(saved):
-    write_json(saved / "config.json", CONFIG)
-    assert torch.equal(GPT.from_pretrained(saved)(tokens(1, 8)), small()(tokens(1, 8)))
-
-
-def test_what_transformers_has_trained_on_and_saved_is_loaded(saved, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(saved)
-    with torch.no_grad():
-        theirs.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
-    theirs.save_pretrained(tmp_path / "theirs")
-    idx = tokens(1, 8)
-    with torch.no_grad():
-        found = GPT.from_pretrained(tmp_path / "theirs").eval()(idx)
-        torch.testing.assert_close(found, theirs.eval()(idx).logits, rtol=0, atol=1e-5)
-
-
 # ---- numbers that are known
 
 
@@ -331,7 +286,7 @@ def loss_case(n=64, channels=16, vocab=50, dtype=torch.float64):
     return x, weight, targets
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("chunk", [7, 1000])
 def test_chunked_loss_and_gradients_equal_cross_entropy(chunk):
     x, weight, targets = loss_case()
     loss = LinearCrossEntropy.apply(x, weight, targets, chunk)
@@ -351,11 +306,9 @@ def test_a_gradient_of_the_gradients_raises_rather_than_be_wrong():
         grad.sum().backward()
 
 
-def test_the_gradient_of_fp32_weights_is_summed_in_fp32(monkeypatch):
-    monkeypatch.setitem(loss_module.LOGITS, "cpu", 1)
+def test_the_gradient_of_fp32_weights_is_summed_in_fp32():
     x, weight, targets = loss_case(n=2048, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        [grad] = torch.autograd.grad(linear_cross_entropy(x, weight, targets), weight)
+    [grad] = torch.autograd.grad(LinearCrossEntropy.apply(x.bfloat16(), weight, targets, 256), weight)
     assert grad.dtype == torch.float32
     assert not torch.equal(grad, grad.bfloat16().float())
 
@@ -368,11 +321,10 @@ def test_a_sum_over_many_positions_does_not_overflow_in_fp16():
     torch.testing.assert_close(grad[0], torch.full((16,), 2560 * 26.0 * (1 / 300 - 1)), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu", "mps"])
-@pytest.mark.parametrize("n_positions", [1, 1024, 8 * 1024, 64 * 1024])
-def test_the_loss_takes_as_few_chunks_as_memory_allows_and_all_about_as_large(n_positions, device):
-    most = {"cuda": 2**30, "cpu": 524_288, "mps": 33_554_432}[device]
-    chunk = chunk_size(n_positions, 1024, device)
+@pytest.mark.parametrize("n_positions", [1, 1024, 64 * 1024 - 1])
+def test_the_loss_takes_as_few_chunks_as_memory_allows_and_all_about_as_large(n_positions):
+    most = 524_288
+    chunk = chunk_size(n_positions, 1024, "cpu")
     assert chunk % 256 == 0
     assert chunk * 1024 <= most
     n_chunks = math.ceil(n_positions / chunk)
@@ -390,7 +342,7 @@ def test_ignored_targets_do_not_count():
 
 
 def test_more_tokens_than_the_context_holds_are_refused():
-    assert_invalid("33 tokens do not fit into the context of 32", small(), tokens(1, 33))
+    assert_invalid("33.*32", small(), tokens(1, 33))
 
 
 def test_the_files_for_transformers_hold_sizes_dropout_tokens_and_the_padding_of_the_vocabulary(tmp_path):
