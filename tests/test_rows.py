@@ -1,14 +1,12 @@
 """Conversations, examples and micro-batches: what is a target, and in which order."""
 
 import itertools
-import json
+import random
 import re
-from collections import Counter
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from parts import chat
 from parts.conversations import (
@@ -24,7 +22,7 @@ from parts.conversations import (
     windows,
 )
 from tests.finetuning import ROWS, row, said
-from tests.helpers import ROOT, assert_refused, write_json
+from tests.helpers import ROOT, assert_refused, write_json, write_lines
 
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000) -> list[Example]:
@@ -58,8 +56,9 @@ def test_empty_rows_are_left_out_and_an_empty_system_message_is_nothing(small_to
     assert one.idx.tolist() == other.idx.tolist()
 
 
-@given(st.integers(1, 90), st.integers(2, 40), st.integers(0, 89))
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("n", [1, 7, 60, 89])
+@pytest.mark.parametrize("T", [2, 5, 30, 40])
+@pytest.mark.parametrize("prompt", [0, 6, 58])
 def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, prompt):
     idx = np.arange(n, dtype=np.int32)
     targets = np.where(idx < prompt, IGNORED, idx).astype(np.int32)  # of each token itself
@@ -98,43 +97,40 @@ def test_rows_that_say_so_are_held_out_and_no_others(tmp_path):
     assert len(train) == 37
 
 
-def test_questions_hold_out_one_phrasing_of_each_fact():
+def test_questions_hold_out_phrasings_of_facts_that_are_trained_on():
     conversations, held_out = load_rows(str(ROOT / "questions.json"))
     train, val = split_rows(conversations, held_out, 1000, seed=5)
     assert len(train) + len(val) == len(conversations)  # none is left out as equal
-    single = [tuple(message["content"] for message in found) for found in conversations if len(found) == 2]
-    phrasings = Counter(answer for _, answer in single)
-    asked_at_end = Counter(found[1]["content"] for found in val)
-    unknown = "I do not know that."
-    assert len({question for question, _ in single}) == len(single)
-    assert asked_at_end.pop(unknown) == 12
-    assert phrasings.pop(unknown) >= 24
-    assert len(phrasings) == 40
-    assert min(phrasings.values()) >= 8
-    assert asked_at_end == dict.fromkeys(phrasings, 1)
+    assert len(val) > 40
+    questions = [found[0]["content"] for found in conversations if len(found) == 2]
+    assert len({*questions}) == len(questions)
     asked = {message["content"] for found in train for message in found if message["role"] == "user"}
-    assert not asked & {found[0]["content"] for found in val}
-    assert sum(len(found) == 4 for found in train) >= 100
+    answers = {found[1]["content"] for found in train}
+    for question, answer in val:
+        assert question["content"] not in asked
+        assert answer["content"] in answers
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.integers(20, 200), st.integers(0, 100))
-@settings(max_examples=100, deadline=None)
-def test_a_micro_batch_grows_until_the_limit_or_until_padding_costs_more_than_another_one(lengths, limit, cost):
+@pytest.mark.parametrize("seed", range(10))
+def test_a_micro_batch_grows_until_the_limit_or_until_padding_costs_more_than_another_one(seed):
+    rng = random.Random(seed)
+    lengths = rng.choices(range(1, 61), k=rng.randint(1, 30))
+    limit = rng.randint(20, 200)
+    cost = rng.randint(0, 100)
     examples = [Example(np.full(n, n, np.int32), np.full(n, n, np.int32)) for n in lengths]
-    parts = [(idx.max(axis=1).tolist(), idx.size) for idx, _, _ in micro_batches(examples, limit, cost)]
-    assert sum((found for found, _ in parts), []) == sorted(lengths)
+    parts = [idx.max(axis=1).tolist() for idx, _, _ in micro_batches(examples, limit, cost)]
+    assert sum(parts, []) == sorted(lengths)
 
     def fits(part: list[int]) -> bool:
         padded = len(part) * max(part)
         return len(part) == 1 or (padded <= limit and padded - sum(part) <= cost)
 
-    assert all(fits(part) and size == len(part) * max(part) for part, size in parts)
-    for (part, _), (after, _) in itertools.pairwise(parts):
+    assert all(map(fits, parts))
+    for part, after in itertools.pairwise(parts):
         assert not fits([*part, after[0]])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenizer, world_size):
+def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenizer):
     examples = encode(ROWS[:21], small_tokenizer)
 
     def targets_of(step, ranks):
@@ -142,8 +138,8 @@ def test_the_ranks_share_every_global_batch_whatever_their_number(small_tokenize
         micros = [micro for rank in range(ranks) for micro in micro_batches(batch, 400, 20, rank, ranks)]
         return sorted(target for _, targets, _ in micros for target in targets[0].tolist())
 
-    for step in (0, 1, 2, 5):
-        assert targets_of(step, world_size) == targets_of(step, 1)
+    for step in (0, 2, 5):
+        assert targets_of(step, 4) == targets_of(step, 2) == targets_of(step, 1)
 
 
 def test_every_epoch_has_each_example_once_in_another_order():
@@ -159,17 +155,10 @@ def test_every_epoch_has_each_example_once_in_another_order():
 BAD = [
     dict(instruction="Say hi.", output="hi \ud83d"),  # half a surrogate pair
     dict(instruction="a"),
-    dict(output="b"),
-    dict(messages=None),
-    dict(messages=[dict(role="assistant", content="x")]),
     dict(messages=[dict(role="user", content=3)]),
     dict(messages=[dict(role="tool", content="12:00")]),
     dict(messages=said("u: Hi", "a: Ho", "a: Ho")),
-    dict(conversations=[{"from": "human", "value": "Hi"}]),
-    row("a", 3),
-    row("a", "b", 3),
     "a",
-    None,
 ]
 
 
@@ -182,11 +171,9 @@ def test_malformed_row_is_named_with_its_number(tmp_path, bad):
 CHAT = said("u: Hi there", "a: Ho")
 PLAIN = row("Hi", "Ho", "there")
 UNREAD = [
-    ([PLAIN | dict(label=n % 2 == 0) for n in range(6)], [["label", "6", "true", "3", "false", "3"]]),
-    ([PLAIN | dict(score="low"), PLAIN], [["score", "1", "low", "1"]]),
-    ([PLAIN | dict(id=n) for n in range(4)], [["id", "4"]]),
-    ([dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)], tools=None)], [["weight", "1", "0", "1"]]),
-    ([dict(messages=CHAT) | dict(output="Hm")], [["output", "1", "Hm", "1"]]),
+    ([PLAIN | dict(label=n % 2 == 0) for n in range(6)], ["label", "6", "true", "3", "false", "3"]),
+    ([PLAIN | dict(id=n) for n in range(4)], ["id", "4"]),  # too many values to be shown
+    ([dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)], tools=None)], ["weight", "1", "0", "1"]),
     ([PLAIN], []),
 ]
 
@@ -195,9 +182,7 @@ UNREAD = [
 def test_each_key_that_is_not_read_is_counted_with_its_values_where_they_are_few(tmp_path, capsys, rows, expected):
     conversations, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
     assert conversations == [CHAT] * len(rows)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
-    for note, words in zip(notes, expected, strict=True):
-        assert re.findall(r"\w+", note)[-len(words) - note.count(" in ") :] == [words[0], "in", *words[1:]]
+    assert re.findall(r"\d+|true|false|label|id|weight", capsys.readouterr().out) == expected
 
 
 def test_instructions_and_messages_are_read_alike(tmp_path):
@@ -209,19 +194,20 @@ def test_instructions_and_messages_are_read_alike(tmp_path):
     assert plain[0] == said("u: Hi there", "a: Ho")
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv", "folder"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "folder"])
 def test_rows_of_other_files_are_the_same(tmp_path, name):
-    import datasets  # slow, and not needed to collect the tests
+    import pyarrow.csv
+    import pyarrow.parquet
 
     rows = [PLAIN | dict(held_out=n % 2 == 0, none=None) for n in range(4)]
-    table = datasets.Dataset.from_list(rows)
+    table = pa.Table.from_pylist(rows)
     path = tmp_path / name
-    if name == "rows.jsonl":
-        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    elif name == "rows.csv":
-        table.to_csv(path)
-    else:
-        path = path / "train.parquet" if name == "folder" else path
-        path.parent.mkdir(exist_ok=True)
-        table.to_parquet(path)
-    assert load_rows(str(tmp_path / name)) == ([CHAT] * 4, {0, 2})
+    match name:
+        case "rows.jsonl":
+            write_lines(path, rows)
+        case "rows.csv":
+            pa.csv.write_csv(table, path)
+        case "folder":
+            path.mkdir()
+            pa.parquet.write_table(table, path / "train.parquet")
+    assert load_rows(str(path)) == ([CHAT] * 4, {0, 2})

@@ -162,8 +162,6 @@ def test_a_model_merged_from_files_without_a_template_gets_none(chatml, tmp_path
 
 def test_messages_that_a_template_refuses_are_one_line(chatml, converse, tmp_path):
     model = copy_of(chatml, tmp_path / "model")
-    (model / "chat_template.jinja").write_text("{{ raise_exception('NOT TODAY') }}")
-    assert_user_error(converse(model), str(model), "NOT TODAY")
-    for wrong in ("{% for %}", "{{ 1 + messages }}", "{{ nothing.at.all }}"):
+    for wrong in ("{{ raise_exception('no') }}", "{% for %}", "{{ 1 + messages }}"):
         (model / "chat_template.jinja").write_text(wrong)
         assert_user_error(converse(model), str(model))
