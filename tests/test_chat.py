@@ -1,12 +1,9 @@
 """The chat format: what is written, and that transformers makes the same ids from the template saved with a model."""
 
-import re
+import random
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-import sample
 from bpe.tokenizer import Tokenizer
 from parts import chat
 from parts.conversations import ROLES
@@ -30,15 +27,12 @@ def pair(request, tmp_path_factory):
 
 
 FORM = [
-    (["u: Hi"], "Hi ASSISTANT:"),
     (["u:  Hi \n", "a:  Ho "], "Hi ASSISTANT:Ho<|endoftext|>"),
     (["s: Be kind.", "u: Hi"], "Be kind. Hi ASSISTANT:"),
-    (["u: Hi", "a: Ho", "u: Bye"], "Hi ASSISTANT:Ho<|endoftext|>USER: Bye ASSISTANT:"),
     (["u: Hi", "a: Ho", "s: Now", "u: Bye"], "Hi ASSISTANT:Ho<|endoftext|>USER: Now Bye ASSISTANT:"),
     (["u: Hi", "u: you"], "Hi you ASSISTANT:"),
     (["u: Hi", "a: :)"], "Hi ASSISTANT: :)<|endoftext|>"),
     (["u: Hi", "a: 7"], "Hi ASSISTANT:7<|endoftext|>"),
-    (["u: Say <|endoftext|>!"], "Say  |endoftext| ! ASSISTANT:"),
 ]
 
 
@@ -47,26 +41,30 @@ def test_the_form(turns, text):
     assert written(said(*turns), Tokenizer(())) == "BEGINNING OF CONVERSATION: USER: " + text
 
 
-atoms = st.sampled_from(
-    ["Hi", "(a)", ":)", " ", "\n", "\t", "\x85", "\u2028", "'s", "1", "中文", "😀", "e\u0301", "\\", "{{", "%}", '"']
-    + ["é", "'", "USER:", " ASSISTANT:", "<|endo", "ftext|>", "|", "<|", *SPECIALS]
-)  # fmt: skip
-contents = st.lists(atoms, max_size=6).map("".join)
+ATOMS = [
+    *("Hi", "(a)", ":)", " ", "\n", "\t", "\x85", "\u2028", "'s", "1", "中文", "😀", "e\u0301", "\\", "{{", "%}", '"'),
+    *("é", "'", "USER:", " ASSISTANT:", "<|endo", "ftext|>", "|", "<|", *SPECIALS),
+]
 
 
-@st.composite
-def conversations(draw):
+def random_conversation(seed: int) -> list[dict]:
+    rng = random.Random(seed)
     messages = []
-    for _ in range(draw(st.integers(1, 6))):
+    for _ in range(rng.randint(1, 6)):
         allowed = ROLES if messages and messages[-1]["role"] == "user" else ROLES[:2]
-        messages.append(dict(role=draw(st.sampled_from(allowed)), content=draw(contents)))
+        content = "".join(rng.choices(ATOMS, k=rng.randint(0, 6)))
+        messages.append(dict(role=rng.choice(allowed), content=content))
     return messages
 
 
-@settings(max_examples=60, deadline=None)
-@given(messages=conversations())
-@example(messages=said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>", "a: Hm"))
-@example(messages=said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>", "a: \n"))
+CONVERSATIONS = [
+    said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>", "a: Hm"),
+    said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>", "a: \n"),
+    *map(random_conversation, range(50)),
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 def test_what_is_trained_on_are_the_answers_and_each_follows_the_prompt_that_sampling_writes(pair, messages):
     """And nobody can end a turn by writing the token's name: the only ends are those of answers."""
     tokenizer, theirs = pair
@@ -109,7 +107,7 @@ def test_whatever_begins_an_answer_leaves_the_ids_of_its_prompt(pair):
     """The rule looks at one character; the pattern may look at all of them."""
     ours = chat.our_chat(pair[0])
     starts = map(chr, [*range(33, 0x250), *range(0x250, 0x3000, 53)])
-    answers = [first + rest for first in starts for rest in ("", "a", " a", "'s", "1")]
+    answers = [first + rest for first in starts for rest in ("", "'s")]
     prompt = ours.prompt_ids(said("u: Hi"))
     encoded = ours.encode([said("u: Hi", "a: " + answer) for answer in answers])  # more than are rendered at once
     for answer, (found, marked) in zip(answers, encoded, strict=True):
@@ -131,41 +129,9 @@ def test_a_client_that_reads_tokenizer_config_json_alone_gets_the_same_template(
     assert other.eos_token == "<|endoftext|>"  # what else the file says has stayed
 
 
-@pytest.mark.parametrize("turns", [["a: Hi"], ["u: Hi", "a: Ho", "a: Ho"], ["u: Hi", "s: Be kind.", "a: Ho"]])
+@pytest.mark.parametrize("turns", [["a: Hi"], ["u: Hi", "s: Be kind.", "a: Ho"]])
 def test_the_template_refuses_an_answer_to_nobody(pair, turns):
     from jinja2 import TemplateError
 
     with pytest.raises(TemplateError):
         pair[1].apply_chat_template(said(*turns), tokenize=False)
-
-
-class Reader:
-    """A template of contents alone, and a token for each letter."""
-
-    def apply_chat_template(self, messages, **_) -> str:
-        return "".join(message["content"] for message in messages)
-
-    def __call__(self, text, **_) -> dict:
-        return dict(input_ids=[*text])
-
-
-@pytest.mark.parametrize("turns, numbers", [([40], "40 30"), ([12, 12], "30"), ([1], "")])
-def test_chat_says_what_leaves_its_context(monkeypatch, capsys, turns, numbers):
-    """A context of 30 tokens, of which an answer takes 10."""
-    said, *later = ["x" * length for length in turns]
-    lines = iter([*later, ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(lines))
-
-    class Letters:
-        def stream_decoder(self):
-            return self
-
-        def push(self, tokens):
-            return "".join(tokens)
-
-        def flush(self):
-            return ""
-
-    sample.converse(lambda *_, **__: iter([["z"]]), chat.Chat(Reader(), set()), Letters(), 30, 10, said)
-    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")]
-    assert [" ".join(re.findall(r"\d+", note)) for note in notes] == [numbers] * bool(numbers)

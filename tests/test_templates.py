@@ -35,7 +35,8 @@ def chatml(tmp_path_factory) -> Path:
     tokenizer = Tokenizer.train([prose(60_000)], 320, special_tokens=("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     model = small_gpt(n_positions=256)
     for p in model.transformer.h.parameters():
-        p.data *= 30 if p.dim() == 2 else 1  # what was read counts for more than the last token
+        if p.dim() == 2:
+            p.data *= 30  # what was read counts for more than the last token
     end = tokenizer.special_tokens["<|im_end|>"]
     embedding = model.transformer.wte.weight.data
     model.transformer.ln_f.bias.data += 10 * embedding[end]
