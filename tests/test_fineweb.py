@@ -15,7 +15,6 @@ from tqdm import tqdm
 import fineweb
 from bpe.tokenizer import Tokenizer
 from parts.data import find_shards, read_manifest, save_manifest
-from parts.shards import shard_dtype, verify
 from tests.corpora import (
     assert_shards,
     make_documents,
@@ -25,24 +24,16 @@ from tests.corpora import (
     shard_paths,
     write_parquet,
 )
-from tests.helpers import (
-    assert_refused,
-    assert_user_error,
-    files_of,
-    slow,
-    succeed,
-    text_file,
-)
+from tests.helpers import assert_refused, assert_user_error, files_of, succeed, text_file
 from tests.token_shards import UNFINISHED
 
 # ------------------------------------------------------------------------------------------------------- the same bytes
 
 
-@pytest.mark.parametrize("workers", [slow(4), 2])
-def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers):
+def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path):
     folder, docs = corpus
     out_dir = tmp_path / "shards"
-    result = succeed("fineweb.py", **options(folder, out_dir, tokenizer, workers=workers))
+    result = succeed("fineweb.py", **options(folder, out_dir, tokenizer))
     tok = Tokenizer.load(tokenizer)
     expected = assert_shards(out_dir, docs, tokenizer)
     manifest = read_manifest(out_dir)
@@ -54,18 +45,18 @@ def test_shards_are_those_of_the_plain_loop(corpus, tokenizer, tmp_path, workers
     for entry, path in zip(manifest["shards"], shard_paths(out_dir), strict=True):
         assert entry["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert manifest["tokenizer"] == tok.fingerprint == Tokenizer.load(out_dir / "tokenizer.json").fingerprint
-    assert f"{manifest['tokens']:,} tokens in {len(expected)} shards" in result.stdout
+    assert f"{manifest['tokens']:,} " in result.stdout
 
 
-def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path):
+@pytest.mark.parametrize("largest, dtype", [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path, largest, dtype):
     folder, docs = corpus
-    tok = Tokenizer([], special_tokens={"<|endoftext|>": 2**16})
+    tok = Tokenizer([], special_tokens={"<|endoftext|>": largest})
     tok.save(tmp_path / "wide.json")
     run_here(folder / "part_00.parquet", tmp_path / "shards", tmp_path / "wide.json", shard_size=10**6)
     tokens = np.load(find_shards(str(tmp_path / "shards"), "val")[0])
-    assert tokens.dtype == np.uint32
+    assert tokens.dtype == dtype
     assert tokens.tolist() == plain_tokens(docs[:40], tok)
-    assert shard_dtype(2**16) == np.uint16
 
 
 def tokens_of(out_dir: Path) -> list[int]:
@@ -76,20 +67,14 @@ def test_all_kinds_in_one_run_are_the_tokens_of_their_documents(tokenizer, tmp_p
     docs = [" ".join(doc.split()) + "." for doc in make_documents(120)]
     write_parquet(tmp_path / "a.parquet", docs[:30], rows=5)
     write_parquet(tmp_path / "b.parquet", docs[30:60], rows=1000)
-    lines = "".join(json.dumps({"text": doc}) + "\n" for doc in docs[60:90])
+    lines = "".join(json.dumps({"text": doc}) + "\n" for doc in [*docs[60:70], None, *docs[70:90]])
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "d.txt").write_text("\n\n\n".join(docs[90:]))
     files = tuple(map(str, sorted(tmp_path.glob("[a-d].*"))))
-    run_here(files, tmp_path / "shards", tokenizer, shard_size=10_000)
+    manifest = run_here(files, tmp_path / "shards", tokenizer, shard_size=10_000)
     docs[90:-1] = [doc + "\n\n\n" for doc in docs[90:-1]]
     assert tokens_of(tmp_path / "shards") == plain_tokens(docs, Tokenizer.load(tokenizer))
-
-
-def test_a_batch_is_its_documents_each_after_the_token_that_ends_one(tokenizer):
-    tok = Tokenizer.load(tokenizer)
-    tokens, skipped = fineweb.tokens_of(["one", None, "", "two"], tok)
-    assert tokens.tolist() == plain_tokens(["one", "", "two"], tok)
-    assert skipped == 1
+    assert sum(manifest["skipped"].values()) == 1
 
 
 # --------------------------------------------------------------------------------------------- what is wrong, in a line
@@ -107,34 +92,30 @@ def test_a_truncated_file_is_named_and_what_came_before_it_is_kept(corpus, token
     assert complete > 2  # which units were still under way is a matter of time
     shutil.copy(folder / broken.name, broken)
     run_here(copy, out_dir, tokenizer)
-    assert f"after {complete} complete shards" in capsys.readouterr().out
+    assert f" {complete} " in capsys.readouterr().out
     assert_shards(out_dir, docs, tokenizer)
 
 
-def test_a_source_without_documents(tokenizer, tmp_path):
-    def refused(words: str, path: Path) -> None:
-        assert_refused(words, run_here, path, tmp_path / path.name.replace(".", "_"), tokenizer)
-
-    refused("missing.parquet", Path("missing.parquet"))
-    assert not (tmp_path / "missing_parquet").exists()
+def test_a_source_without_documents_is_named_with_its_rows(tokenizer, tmp_path):
     (tmp_path / "x.txt").touch()
-    refused("x.txt", tmp_path / "x.txt")
-    (tmp_path / "x.jsonl").write_text('{"text": null}\n' * 2)
-    refused("x.jsonl.* 2", tmp_path / "x.jsonl")
-    write_parquet(tmp_path / "x.parquet", [None, None])
-    refused("x.parquet.* 2", tmp_path / "x.parquet")
+    (tmp_path / "y.jsonl").write_text('{"text": null}\n' * 2)
+    for source, words in (("missing.parquet", ""), ("x.txt", ""), ("y.jsonl", ".* 2 ")):
+        assert_refused(source + words, run_here, tmp_path / source, tmp_path / f"of {source}", tokenizer)
+    assert not (tmp_path / "of missing.parquet").exists()
 
 
-@pytest.mark.parametrize("change", [dict(shard_size=10_000), dict(text_field="id"), dict(limit_tokens=5), "tokenizer"])
+@pytest.mark.parametrize("change", [dict(shard_size=10_000), "tokenizer"])
 def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, change):
-    run_here(corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer)
-    before = files_of(tmp_path / "shards")
+    source = corpus[0] / "part_00.parquet"
+    out_dir = tmp_path / "shards"
+    run_here(source, out_dir, tokenizer)
+    before = files_of(out_dir)
     if change == "tokenizer":
         Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
         tokenizer = tmp_path / "other.json"
         change = {}
-    assert_refused(str(tmp_path / "shards"), run_here, corpus[0] / "part_00.parquet", tmp_path / "shards", tokenizer, **change)
-    assert files_of(tmp_path / "shards") == before
+    assert_refused(str(out_dir), run_here, source, out_dir, tokenizer, **change)
+    assert files_of(out_dir) == before
 
 
 def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
@@ -146,13 +127,10 @@ def test_shards_of_others_are_not_overwritten(corpus, tokenizer, tmp_path):
 
 
 WRONG = [
-    (dict(shard_size=-1), ["--shard_size"]),
     (dict(tokenizer="train"), ["train"]),
     (dict(source="a.txt"), ["--out_dir"]),
-    (dict(source="."), ["--out_dir"]),
     (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
     (dict(source="a.txt", out_dir="a.txt"), ["a.txt"]),
-    (dict(verify=True, out_dir="."), ["manifest.json"]),
 ]
 
 
@@ -168,12 +146,7 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     run_here(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, **limits)
     printed = capsys.readouterr().out
     size = tqdm.format_sizeof(sum(file.stat().st_size for file in corpus[0].iterdir()), "B")
-    for said in (
-        f"{corpus[0]}, train: 12 files, {size}\n",
-        "about 12.3k tokens, in shards of 10,000,000 uint16\n",
-        "24.7kB for shards; ",
-        "are free",
-    ):
+    for said in (str(corpus[0]), "12", size, "12.3k", "10,000,000 uint16", "24.7kB"):
         assert said in printed
     assert not (tmp_path / "shards").exists()
 
@@ -201,25 +174,22 @@ def written(corpus, tokenizer, tmp_path) -> Path:
     return tmp_path / "shards"
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-7] ^= 1
-    path.write_bytes(content)
-
-
-DAMAGE = {
-    "train_000001.npy.*": flip,
-    "train_000001.npy": lambda path: path.unlink(),
-    "000001": lambda path: np.save(path, np.load(path)[:100]),
-    "stray_train_000009.npy": lambda path: shutil.copy(path, path.with_name("stray_train_000009.npy")),
-    "manifest.json": lambda path: path.with_name("manifest.json").write_text("{ cut"),
-    "shards": lambda path: save_manifest(path.parent, read_manifest(path.parent) | UNFINISHED),
-    "tokenizer.json": lambda path: Tokenizer.train(["abc"], 260).save(path.with_name("tokenizer.json")),
-}
-
-
-@pytest.mark.parametrize("message, damage", DAMAGE.items(), ids=DAMAGE)
-def test_verify_finds_whatever_is_wrong(written, message, damage):
-    assert "tokens in" in verify(written)
-    damage(find_shards(str(written), "train")[0])
-    assert_refused(message, verify, written)
+@pytest.mark.parametrize("words", ["train_000001.npy", "train_000009.npy", "manifest.json", "shards", "tokenizer.json"])
+def test_verify_finds_whatever_is_wrong(written, inline, words):
+    assert inline(fineweb.main, verify=True, out_dir=written).returncode == 0
+    shard = find_shards(str(written), "train")[0]
+    match words:
+        case "train_000001.npy":
+            content = shard.read_bytes()
+            shard.write_bytes(content[:-7] + b"\xff" + content[-6:])
+            assert_user_error(inline(fineweb.main, verify=True, out_dir=written), words)
+            shard.unlink()
+        case "train_000009.npy":
+            shutil.copy(shard, written / "stray_train_000009.npy")
+        case "manifest.json":
+            (written / "manifest.json").write_text("{ cut")
+        case "shards":
+            save_manifest(written, read_manifest(written) | UNFINISHED)
+        case "tokenizer.json":
+            Tokenizer.train(["abc"], 260).save(written / "tokenizer.json")
+    assert_user_error(inline(fineweb.main, verify=True, out_dir=written), words)

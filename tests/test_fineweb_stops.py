@@ -1,11 +1,13 @@
 """Sharding that is interrupted, or whose source changes: nothing is lost, and nothing mixed."""
 
+import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +18,6 @@ import pytest
 import fineweb
 from bpe.tokenizer import Tokenizer
 from parts.data import read_manifest
-from parts.shards import Writer
 from tests.corpora import (
     assert_shards,
     count_shards,
@@ -30,35 +31,31 @@ from tests.corpora import (
     wait_until,
     write_parquet,
 )
-from tests.helpers import (
-    command,
-    environment,
-    needs_proc,
-    slow,
-    stamps,
-    start_script,
-)
+from tests.helpers import command, environment, needs_proc, prose, slow, stamps, start_script
 
 # -------------------------------------------------------------------------------------------------------- interruptions
 
 
-def test_a_batch_that_is_taken_up_again_ends_at_the_limit(tokenizer, tmp_path, monkeypatch):
-    tok = Tokenizer.load(tokenizer)
-    tokens = np.arange(30, dtype=np.uint16)
-    place = dict(file=0, row=0)
+def test_a_run_that_ends_at_any_flush_goes_on_to_the_limit(tokenizer, tmp_path, monkeypatch):
+    """Of a document that fills several shards."""
+    source = tmp_path / "a.txt"
+    source.write_text(prose(300))
+    expected = plain_tokens([prose(300)], Tokenizer.load(tokenizer))[:25]
+    for last in itertools.count(1):
+        numbers = itertools.count(1)
 
-    def begun() -> Writer:
-        manifest = fineweb.open_manifest(fineweb.Config(shard_size=10), tmp_path, tok) | dict(files=[])
-        return Writer(tmp_path, manifest, tok, 10, 25, "x")
+        def fsync(fd: int, last=last, numbers=numbers) -> None:
+            if next(numbers) == last:
+                raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(Writer, "_save", None)
-        begun().write(place, tokens, 0)  # killed with a shard that is not yet listed
-    begun().write(place, tokens, 0)  # killed with two shards of three
-    writer = Writer(tmp_path, read_manifest(tmp_path), tok, 10, 25, "x")
-    writer.write(place, tokens, 0)
-    writer.end()
-    assert np.concatenate([np.load(path) for path in shard_paths(tmp_path)]).tolist() == list(range(25))
+        shard = partial(run_here, source, tmp_path / f"{last}", tokenizer, shard_size=10, limit_tokens=25)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(os, "fsync", fsync)
+            shard()
+            break
+        shard()
+        assert np.concatenate([np.load(path) for path in shard_paths(tmp_path / f"{last}")]).tolist() == expected
+    assert last > 9  # shards, their names, manifests
 
 
 @needs_proc
@@ -74,11 +71,11 @@ def test_a_shard_and_its_name_are_on_the_disk_before_the_manifest_lists_it(corpu
     monkeypatch.setattr(os, "fsync", fsync)
     run_here(corpus[0] / "part_00.parquet", out_dir, tokenizer)
     for path in shard_paths(out_dir):
-        content, name, listed = (
-            min(i for i, (file, names) in enumerate(flushed) if file.startswith(what) and (path.name in names) == there)
-            for what, there in ((f".{path.name}.tmp", False), (out_dir.name, True), (".manifest.json", True))
-        )
-        assert content < name < listed
+
+        def first(what: str, there: bool, name=path.name) -> int:
+            return min(i for i, (file, names) in enumerate(flushed) if file.startswith(what) and (name in names) == there)
+
+        assert first(f".{path.name}.tmp", False) < first(out_dir.name, True) < first(".manifest.json", True)
 
 
 LONG_SHARD = 20_000  # tokens
@@ -148,7 +145,7 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
     message = process.stderr.read()
     assert message.count("\n") == 1
     assert "Traceback" not in message
-    assert "complete shards" in finish()
+    finish()
     assert_same_files(out_dir, long_shards)
     before = stamps(out_dir)
     assert str(out_dir) in finish()  # it is complete, and left alone
@@ -182,49 +179,30 @@ def interrupted(corpus, tokenizer, tmp_path, monkeypatch):
     return copy, out_dir, partial(run_here, copy, out_dir, tokenizer)
 
 
-CHANGES = {
-    "the time of all": lambda used, under_way: [os.utime(path, ns=(0, 1)) for path in used.parent.iterdir()],
-    "another text in a used file": lambda used, under_way: write_parquet(used, ["another text"]),
-    "a used file less": lambda used, under_way: used.unlink(),
-    "rows of another size": lambda used, under_way: rewrite(under_way, rows=7),
-}
-
-
-def rewrite(path: Path, rows: int) -> None:
-    write_parquet(path, docs_of(path), rows)
-
-
 @needs_proc
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("change", ["a used file less", "rows of another size"])
 def test_a_source_that_changed_where_shards_are_made_costs_no_shard(interrupted, corpus, tokenizer, change):
     copy, out_dir, resume = interrupted
-    change(copy / "part_00.parquet", copy / f"part_{read_manifest(out_dir)['next']['file']:02d}.parquet")
+    under_way = copy / f"part_{read_manifest(out_dir)['next']['file']:02d}.parquet"
+    if change == "a used file less":
+        (copy / "part_00.parquet").unlink()
+    else:
+        write_parquet(under_way, docs_of(under_way), rows=7)
     resume()
     assert_shards(out_dir, corpus[1], tokenizer)
 
 
 @needs_proc
-def test_a_new_file_is_read_after_those_in_shards_wherever_its_name_stands(interrupted, corpus, tokenizer):
+def test_files_that_are_new_or_changed_before_they_were_read_follow_those_in_shards(interrupted, corpus, tokenizer):
     copy, out_dir, resume = interrupted
     number = read_manifest(out_dir)["next"]["file"] + 1
-    new = make_documents(40, seed=7)
-    write_parquet(copy / "a.parquet", new)
+    docs = make_documents(40, seed=7)
+    for name in ("a", f"part_{number:02d}", "part_12"):
+        write_parquet(copy / f"{name}.parquet", docs, rows=15)
     resume()
-    assert_shards(out_dir, [*corpus[1][: 40 * number], *new, *corpus[1][40 * number :]], tokenizer)
-
-
-@needs_proc
-def test_a_file_that_changed_before_it_was_read_may_and_a_new_one_may_follow(interrupted, corpus, tokenizer):
-    copy, out_dir, resume = interrupted
-    number = read_manifest(out_dir)["next"]["file"] + 1
-    docs = list(corpus[1])
-    changed = make_documents(40, seed=7)
-    for name in (f"part_{number:02d}", "part_12"):
-        write_parquet(copy / f"{name}.parquet", changed, rows=15)
-    resume()
-    docs[40 * number : 40 * number + 40] = changed
-    docs += changed
-    assert_shards(out_dir, docs, tokenizer)
+    read = corpus[1][: 40 * number]
+    unchanged = corpus[1][40 * number + 40 :]
+    assert_shards(out_dir, [*read, *docs, *docs, *unchanged, *docs], tokenizer)
 
 
 @needs_proc
