@@ -73,7 +73,8 @@ def test_a_shard_and_its_name_are_on_the_disk_before_the_manifest_lists_it(corpu
     for path in shard_paths(out_dir):
 
         def first(what: str, there: bool, name=path.name) -> int:
-            return min(i for i, (file, names) in enumerate(flushed) if file.startswith(what) and (name in names) == there)
+            found = [file.startswith(what) and (name in names) == there for file, names in flushed]
+            return found.index(True)
 
         assert first(f".{path.name}.tmp", False) < first(out_dir.name, True) < first(".manifest.json", True)
 

@@ -156,4 +156,5 @@ def test_a_completion_starts_a_document_if_the_prompt_is_empty_and_ends_with_it(
     ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token or 0]
     for seed in range(4):
         new = model.generate(torch.tensor([ids]), 30, top_k=50, generator=seeded(seed))[0, len(ids) :]
-        assert complete(model, tokenizer, prompt, 30, rt, seed) == prompt + tokenizer.decode(new).split("<|endoftext|>")[0]
+        text = tokenizer.decode(new).split("<|endoftext|>")[0]
+        assert complete(model, tokenizer, prompt, 30, rt, seed) == prompt + text

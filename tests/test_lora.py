@@ -248,7 +248,8 @@ def settings_with(path, **changes) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm, words", [("cut", TENSORS), ("missing", TENSORS), ("a block", r"\.h\.1\."), ("all", "c_attn"), ("table", "wte")]
+    "harm, words",
+    [("cut", TENSORS), ("missing", TENSORS), ("a block", r"\.h\.1\."), ("all", "c_attn"), ("table", "wte")],
 )
 def test_tensors_that_cannot_be_used_are_refused_in_one_line(saved, harm, words):
     file = saved / TENSORS
