@@ -237,6 +237,15 @@ def test_any_optimizer_is_resumed_bit_for_bit(make):
     assert equal(*runs)
 
 
+def test_a_resume_takes_any_constant_of_an_optimizer_from_the_script():
+    model = small()
+    optimizer = LoopOptimizer([torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.9)], Machine())
+    train(model, optimizer, range(1, 4))
+    other = LoopOptimizer([torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.5)], Machine())
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert other.param_groups()[0]["alpha"] == 0.5
+
+
 def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint():
     """Also in fp16 after a run in fp32, whose state has no loss scale."""
     model = small()

@@ -84,6 +84,7 @@ LAYOUTS = {
         "data/validation-00000-of-00001.parquet": parquet(OTHERS),
         "LICENSE.txt": b"MIT",
     },
+    "folders": {"train/a.jsonl": lines(*DOCS), "test/b.jsonl": lines(*OTHERS), "README.md": b"# A dataset"},
     "kinds": {"docs.jsonl": lines(*DOCS), "docs.csv": b"text\nnot this\n", "docs.parquet": parquet(DOCS)},
     "card": {
         "README.md": SUBSETS,
