@@ -150,7 +150,7 @@ def parse_words(config_type, args: list[str] | None = None, default=None, prog=N
         values[name] = tuple(value) if isinstance(value, list) else value
     for name, hint in get_type_hints(config_type, include_extras=True).items():
         for limit in get_args(hint):
-            if isinstance(limit, Range) and not limit.low <= values[name] <= limit.high:
+            if isinstance(limit, Range) and values[name] is not None and not limit.low <= values[name] <= limit.high:
                 raise UserError(f"--{name} is {values[name]}; choose a value in [{limit.low:,g}, {limit.high:,g}]")
     return config_type(**values), vars(given).keys()
 

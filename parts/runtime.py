@@ -311,7 +311,7 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
 
     from parts.graphs import BiasGradients
 
-    device = next(x.device for x in inputs if isinstance(x, torch.Tensor))
+    device = next((x.device for x in inputs if isinstance(x, torch.Tensor)), torch.device("cpu"))
     key = torch.compiler.config.patch(cache_key_tag="cuDNN's attention")  # which the cache's key lacks
     with sdpa_kernel(ATTENTION), key:
         # on a CPU nobody has measured it

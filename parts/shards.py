@@ -10,6 +10,7 @@ This file knows nothing of torch, models or training.
 import hashlib
 import json
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -180,7 +181,7 @@ def read_text(path: Path) -> str:
     if path.is_file() and path.stat().st_size > LARGEST_TEXT:
         raise UserError(
             f"{path} has more than {LARGEST_TEXT / 1e9:g} GB, too much to tokenize at once; write shards: "
-            f"python fineweb.py --source '{path}' --out_dir FOLDER, then --data FOLDER"
+            f"python fineweb.py --source {shlex.quote(str(path))} --out_dir FOLDER, then --data FOLDER"
         )
     with readable(str(path)):
         text = path.read_text(encoding="utf-8-sig")
