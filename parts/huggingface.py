@@ -184,6 +184,8 @@ def read_config(folder: Path, dropout: float = 0.0, attention: str = "flash") ->
                 raise UserError(f"{file}: {key} is {found.get(key)!r}, not GPT-2's {value!r}; choose a GPT-2")
     try:
         stored = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
+        tuples = {field.name for field in fields(GPTConfig) if isinstance(field.default, tuple)}
+        stored |= {name: tuple(stored[name]) for name in tuples & stored.keys()}  # JSON has lists
         return GPTConfig(**stored | dict(dropout=dropout, attention=attention))
     except (AssertionError, TypeError, ValueError) as e:
         raise UserError(f"{file}: {e}") from e

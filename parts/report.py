@@ -169,7 +169,7 @@ class Report:
         # random weights start slightly above a guess
         first = max(trained[0]["loss"] or 0, self.run_info.get("uniform_loss", 0))
         if not newest or min(loss, losses.get(last, math.inf)) > first + 1:
-            self.rt.print(f"\nthe run diverged; lower its learning rates, as --max_lr {self.config.max_lr:g}")
+            self.rt.print(f"\nthe run diverged; lower its learning rates, now --max_lr {self.config.max_lr:g}")
             return False
         if losses and losses[best] + NOISE < losses[last]:
             checkpoint = self.out_dir / f"step_{best:06d}"

@@ -119,7 +119,12 @@ def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
 def files_below(folder: str) -> list[str]:
     """List all files in a folder and its folders except hidden ones, each once; links to folders are not followed."""
     files = []
-    for here, folders, names in os.walk(folder):
+
+    def note_closed(e: OSError) -> None:
+        if isinstance(e, PermissionError):
+            warnings.warn(f"{e.filename} is not read: {e.strerror}", stacklevel=2)
+
+    for here, folders, names in os.walk(folder, onerror=note_closed):
         folders[:] = sorted(name for name in folders if name[0] != ".")
         shown = [*folders, *(name for name in names if name[0] != ".")]
         files += filter(os.path.isfile, without_links(Path(here, name) for name in shown))
