@@ -166,7 +166,7 @@ RECIPES = {
     ),
     # your own text, 5 to 100 MB, in an hour or less on 2 CPU cores, or minutes on a GPU (docs/data.md)
     "small": Config(
-        data="input.txt",
+        data="",  # yours
         tokenizer="train",
         n_layer=6,
         n_head=4,
@@ -435,6 +435,8 @@ def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig)
 def validate_config(config: Config, rt: Runtime) -> None:
     """Raise UserError for resolved constants that contradict each other."""
     T = config.sequence_length
+    if not config.data:
+        raise UserError("this recipe has no text of its own; pass --data FILE.txt")
     if config.min_lr > config.max_lr:
         raise UserError(f"--min_lr {config.min_lr} is above --max_lr {config.max_lr}; set a lower --min_lr")
     if config.target_loss and not config.eval_interval:
