@@ -36,7 +36,7 @@ OTHERS = {  # that are not on the page
 """,
 }
 CHANGED = {*OTHERS, "RMSNorm", "ReLU²", "SwiGLU", "Rotary positions", "Grouped-query attention", "Documents apart",
-           "A constant of the model as a flag", "A soft cap on the logits", "A sliding window"}  # fmt: skip
+           "A constant of the model as a flag", "A soft cap on the logits", "A second head", "A sliding window"}  # fmt: skip
 SMALLER = {"A sliding window": ("256", "16"), "Documents apart": ("50256", "383")}  # for models of SMALL
 DIFFS |= {title: DIFFS[title].replace(*values) for title, values in SMALLER.items()}
 FLAGS = {
