@@ -164,7 +164,9 @@ class Report:
             best = min(losses, key=losses.get)
             gap = losses[last] - loss
             side = "below" if gap < 0 else "above"
-            self.rt.print(f"validation loss {losses[last]:.4f} at step {last}, {abs(gap):.2f} {side} training")
+            bpb = of_kind(self.records, "val")[-1].get("bpb")
+            unit = f" ({bpb:.4f} bits per byte)" if bpb else ""
+            self.rt.print(f"validation loss {losses[last]:.4f}{unit} at step {last}, {abs(gap):.2f} {side} training")
         # one alone says little: a training loss may be a sum with others, and validation of a memorized text is high;
         # random weights start slightly above a guess
         first = max(trained[0]["loss"] or 0, self.run_info.get("uniform_loss", 0))
