@@ -38,6 +38,7 @@ from parts.cli import (
     Probability,
     Seed,
     UserError,
+    construct,
     counted,
     parse_words,
     script,
@@ -412,10 +413,7 @@ def settle(
     validate_config(config, rt)
     of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if hasattr(config, field.name)}
     of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
-    try:
-        return config, GPTConfig(n_positions=n_positions, **of_model)
-    except (ValueError, AssertionError) as e:
-        raise UserError(str(e) or "an assert of GPTConfig refuses these constants; change them") from e
+    return config, construct(GPTConfig, n_positions=n_positions, **of_model)
 
 
 def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig) -> Config:

@@ -9,14 +9,16 @@ import atexit
 import contextlib
 import difflib
 import inspect
+import json
 import os
 import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, asdict, dataclass, fields
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 
 class UserError(Exception):
@@ -152,7 +154,18 @@ def parse_words(config_type, args: list[str] | None = None, default=None, prog=N
         for limit in get_args(hint):
             if isinstance(limit, Range) and values[name] is not None and not limit.low <= values[name] <= limit.high:
                 raise UserError(f"--{name} is {values[name]}; choose a value in [{limit.low:,g}, {limit.high:,g}]")
-    return config_type(**values), vars(given).keys()
+    return construct(config_type, **values), vars(given).keys()
+
+
+def construct(config_type, **values):
+    """Make a dataclass of constants, which a checkpoint can hold as JSON. Raises UserError with the words of its own
+    asserts and ValueErrors."""
+    try:
+        config = config_type(**values)
+        json.dumps(asdict(config))
+        return config
+    except (AssertionError, TypeError, ValueError) as e:
+        raise UserError(str(e) or f"an assert of {config_type.__name__} refuses these constants; change them") from e
 
 
 # names of other scripts, such as nanoGPT's
@@ -190,11 +203,12 @@ def make_parser(config_type, values: dict, prog: str, description: str) -> Parse
         argument_default=argparse.SUPPRESS,  # the result holds given words alone
         allow_abbrev=False,
     )
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # before Python 3.14 -1e-3 would be a flag
     for cls in reversed(config_type.__mro__[:-1]):
         for line in inspect.getsource(cls).splitlines():
             if heading := re.match(" {4}# (.*)", line):
                 group = parser.add_argument_group(heading[1])
-            elif constant := re.match(r" {4}(\w+): .*?(?:  # (.*))?$", line):
+            elif (constant := re.match(r" {4}(\w+): .*?(?:  # (.*))?$", line)) and constant[1] in values:
                 name, comment = constant.groups(default="")
                 add_argument(group, name, hints[name], values[name], comment.replace("%", "%%"))
     return parser
@@ -209,7 +223,8 @@ def add_argument(group, name: str, hint, default, comment: str) -> None:
         return
     first = get_args(kind)[0] if get_args(kind) else kind  # of tuple[int, ...] and int | None the int
     many = get_origin(kind) is tuple
-    if get_origin(kind) is not Literal and first not in (str, int, float):
+    plain = get_origin(kind) in (None, tuple, Union, UnionType) and first in (str, int, float)
+    if not plain and get_origin(kind) is not Literal:
         raise UserError(f"--{name}: choose its type: bool, Literal, str, int, float, tuple[int, ...] or int | None")
     if Positional in get_args(hint):
         nargs = None if default is MISSING else "?"
@@ -221,11 +236,23 @@ def add_argument(group, name: str, hint, default, comment: str) -> None:
         options = dict(type=type(first), choices=get_args(kind))
     else:
         options = dict(type=first, metavar=first.__name__.upper())
+    if type(None) in get_args(kind):
+        options["type"] = none_or(first)
     if many:
-        options["nargs"] = "*"
+        options["nargs"] = "*" if Ellipsis in get_args(kind) else len(get_args(kind))
         default = " ".join(map(str, default))
     shown = f" (default: {default})".replace("%", "%%") if default != "" else ""
     group.add_argument(f"--{name}", help=comment + shown, **options)
+
+
+def none_or(kind) -> Callable:
+    """Return a reader of words that takes None as well."""
+
+    def read(word: str):
+        return None if word == "None" else kind(word)
+
+    read.__name__ = kind.__name__  # argparse names it in its errors
+    return read
 
 
 def with_underscores(word: str) -> str:

@@ -75,13 +75,13 @@ def write_json(path: Path, content: dict) -> None:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically: to a temporary file of this process, flushed to the disk and renamed over `path`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with errors_name(path):
+    with errors_name(path):
+        try:
             part.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
             flush(part)
             part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        finally:
+            part.unlink(missing_ok=True)
     flush(path.parent)
 
 

@@ -256,7 +256,7 @@ def compare_logits(model: GPT, folder: Path) -> None:
     found = torch.tensor(logits_of_fixed_row(model))
     expected = torch.tensor(kept, dtype=torch.float32)
     if (found - expected).abs().max() > 1e-3 * expected.abs().max():
-        print(f"note: {folder} was saved with other logits: its weights, or model.py, have changed", file=sys.stderr)
+        print(f"note: {folder} was saved with other logits: a weight, a buffer or model.py is another", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------- adapters

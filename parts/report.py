@@ -132,7 +132,8 @@ class Report:
             return
         self._bar.close()
         try:
-            draw({self.name: self.records}, self.out_dir / "learning_curve.png")
+            if of_kind(self.records, "train"):
+                draw({self.name: self.records}, self.out_dir / "learning_curve.png")
         except Exception as e:  # no picture is a reason to hide the error that ended a run
             self.rt.print(f"note: learning_curve.png is not drawn: {e!r}")
         if self._close_tracker:
@@ -153,6 +154,8 @@ class Report:
         speed = statistics.median(step["tokens_per_sec"] for step in trained)
         memory = f"{self.rt.peak_memory() / 2**30:.2f} GiB at the peak"
         n_steps = counted(trained[-1]["step"], "step")
+        if self._skipped_steps:
+            n_steps += f", {self._skipped_steps:,} of them skipped as not finite"
         self.rt.print(f"\n{trained[-1]['tokens']:,} tokens in {n_steps}; {speed:,.0f} tokens/s, {memory}")
         newest = [step["loss"] for step in trained[-max(len(trained) // 20, 1) :] if step["loss"] is not None]
         loss = statistics.fmean(newest) if newest else math.nan
@@ -173,7 +176,7 @@ class Report:
         if not newest or min(loss, losses.get(last, math.inf)) > first + 1:
             self.rt.print(f"\nthe run diverged; lower its learning rates, now --max_lr {self.config.max_lr:g}")
             return False
-        if losses and losses[best] + NOISE < losses[last]:
+        if losses and losses[best] + NOISE < min(losses[last], first):  # one above a guess is no better
             checkpoint = self.out_dir / f"step_{best:06d}"
             take = f"; take {checkpoint}" if checkpoint.exists() else ""
             self.rt.print(f"validation rose after step {best} ({losses[best]:.4f}){take}")

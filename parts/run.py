@@ -404,5 +404,7 @@ class Run:
         """Make this step the last one: save it, and log that the target is reached."""
         self.max_steps = self.step
         self.save()
-        if "target" not in self._done:
+        if "target" in self._done:
+            self.rt.print(f"the target was reached at step {self.step}")
+        else:
             self.record("target", tokens=self.tokens)

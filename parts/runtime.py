@@ -172,8 +172,8 @@ class Runtime:
         dist.all_gather_object(totals, sum(tensor.detach().double().sum().item() for tensor in tensors()))
         if n_others := sum(total != totals[0] for total in totals):
             raise UserError(
-                f"{counted(n_others, 'rank')} with other {what} than rank 0; check that all nodes have the same files "
-                "and intact memory"
+                f"{counted(n_others, 'rank')} with other {what} than rank 0; check that no rank changes its own alone, "
+                "and that all nodes have the same files and intact memory"
             )
 
     # ---- the device's clock and memory

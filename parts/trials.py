@@ -98,7 +98,7 @@ def print_duration(loss_fn, micro_batch: tuple[int, int], n_passes: int, max_ste
     idx = torch.zeros(micro_batch, dtype=torch.long)  # (B, T)
     seconds = n_passes * timed_passes(copy.deepcopy(loss_fn), (idx, idx), rt)  # buffers change in it, such as means
     total = max_steps * seconds
-    remedy = "; recipes for a CPU: tiny, small" if total > 3600 else ""
+    remedy = "; for less lower --max_steps, or take the recipe tiny or small" if total > 3600 else ""
     whole = f"{max_steps:,} from the start take {tqdm.format_interval(total)}"
     rt.print(f"a step takes about {seconds:.2g} s; {whole}{remedy}")
 

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, ClassVar, Literal, get_args, get_origin
 
 import pytest
 
@@ -55,6 +55,10 @@ class Example(Base):
     window: int | None = None  # at which one
     hours: tuple[float, float] = (18.0, 22.0)  # from and to
     note: Annotated[str, Positional] = ""  # what to say
+    kitchens: ClassVar[int] = 1  # no flag
+
+    def __post_init__(self):
+        assert self.hours[0] < self.hours[1], f"closed from {self.hours[0]} to {self.hours[1]}"
 
 
 def read(*words: str) -> Example:
@@ -103,6 +107,7 @@ READ = [  # words, and what differs from the defaults
     ("Rome -5", dict(note="-5")),
     ("Rome --soup=--a-b", dict(soup="--a-b")),
     ("Rome --rows 2 --window 3", dict(rows=2, window=3)),
+    ("Rome --window None --hours -1e-3 .5", dict(window=None, hours=(-0.001, 0.5))),
     ("Rome --hours 17 21.5", dict(hours=(17.0, 21.5))),
 ]
 
@@ -132,6 +137,7 @@ REFUSED = [  # words, and those of them that the error names
     ("Rome --book=True", "--book"), ("Rome --depth 0", "--depth 0"), ("Rome --depth 2.5", "--depth 2.5"),
     ("Rome --salt nan", "--salt nan"), ("Rome --salt much", "--salt much"),
     ("Rome --served warm", "--served warm"), ("Rome --rows 3", "--rows 3"), ("Rome --window x", "--window x"),
+    ("Rome --hours 1", "--hours"), ("Rome --hours 22 7", "22.0 7.0"), ("Rome --kitchens 2", "--kitchens"),
 ]  # fmt: skip
 
 
@@ -152,8 +158,14 @@ class WithPath:
     folder: Path = Path("kitchen")  # config.json holds no Path
 
 
-def test_a_constant_of_a_type_that_config_json_does_not_hold_is_named():
-    assert_refused("--folder", parse_args, WithPath, [], prog="x.py")
+@dataclass(frozen=True)
+class WithList:
+    folder: list[int] = None  # a tuple is one
+
+
+@pytest.mark.parametrize("config_type", [WithPath, WithList])
+def test_a_constant_of_a_type_that_is_no_flag_is_named(config_type):
+    assert_refused("--folder", parse_args, config_type, [], prog="x.py")
 
 
 # ---- files
