@@ -241,6 +241,22 @@ def test_a_step_with_a_non_finite_gradient_changes_no_weight(train, run_dir, mon
     assert steps_of(run_dir) == [1, 2, 3, 4]  # a skipped step leaves finite weights
 
 
+def test_bad_steps_in_a_row_end_the_run_and_weights_that_are_not_finite_are_not_saved(train, run_dir, monkeypatch):
+    spoil_gradients(monkeypatch, lambda step: step in (1, 3), math.inf)
+    steps = itertools.count(1)
+    real = torch.optim.AdamW.step
+
+    def step(optimizer):
+        real(optimizer)
+        if next(steps) == 5:
+            optimizer.param_groups[0]["params"][0].data.fill_(math.nan)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    train.error("2", "7", "--resume", max_bad_steps=2, checkpoint_interval=6)
+    assert column(run_dir, "train", "skipped_steps") == [1, 1, 2, 2, 2, 3, 4]
+    assert steps_of(run_dir) == []
+
+
 def test_a_batch_has_the_same_loss_and_gradient_in_micro_batches_of_any_size(train, tmp_path, monkeypatch):
     options = dict(max_steps=3, eval_interval=0, sample_interval=0, checkpoint_interval=0)
     gradients = []
