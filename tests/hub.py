@@ -16,7 +16,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
     Each folder in `folder` is the dataset some/NAME of one commit. Files are behind a redirect, as on the real hub. The
     first `busy` requests are answered with 429 and a Retry-After of 2 seconds; `hasty` counts those that come earlier.
-    The first download of a file in `cut` ends half-way, with the connection. Each answer takes `delay` seconds.
+    The first download of a file in `cut` ends half-way, with the connection. Each download takes `delay` seconds.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -66,7 +66,6 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         hub = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
-        time.sleep(hub.delay)
         with hub.lock:
             hub.busy -= 1
             hub.hasty += time.monotonic() < hub.quiet_until
@@ -128,6 +127,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             cut = path.name in hub.cut and not any(path == self.path for _, path, _, _ in hub.requests)
             hub.now += 1
             hub.most = max(hub.most, hub.now)
+        time.sleep(hub.delay)
         try:
             headers = dict(Content_Range=f"bytes {first}-{last}/{len(data)}") if span else {}
             headers |= dict(Content_Length=str(len(body)), ETag=f'"{sha256(path)}"')

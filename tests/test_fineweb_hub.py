@@ -25,7 +25,7 @@ def test_a_busy_hub_gives_the_same_shards_from_few_connections(corpus, hub_folde
     """Retry-After is honoured, files are deleted once they are used, and the commit is written down."""
     out_dir = tmp_path / "shards"
     words = options("some/corpus", out_dir, tokenizer)
-    with Hub(hub_folder, busy=2) as hub:
+    with Hub(hub_folder, busy=2, delay=0.1) as hub:
         env = hub_environment(hub.url, tmp_path / "home")
         succeed("fineweb.py", **words, env=env)
         words |= dict(source="no/body", out_dir=tmp_path / "other")

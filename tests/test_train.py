@@ -195,7 +195,7 @@ def test_a_vocabulary_much_larger_than_the_tokenizer_is_warned_of(train, tokeniz
 @pytest.mark.parametrize("kills, steps, keep", [(2, 15, 0), slow(20, 40, 2)])
 def test_killed_and_resumed_equals_undisturbed_bit_for_bit(train, tmp_path, run_dir, kills, steps, keep):
     """After some steps, and every third time in the middle of a save; the slow test prunes, too."""
-    options = dict(max_steps=steps, keep_checkpoints=keep)
+    options = dict(max_steps=steps, keep_checkpoints=keep, dropout=0.1)
     train(out="undisturbed", **options)
     rng = random.Random(0)
     in_a_save = 0
