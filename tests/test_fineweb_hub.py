@@ -22,7 +22,7 @@ def hub_folder(corpus, tmp_path_factory) -> Path:
 
 
 def test_a_busy_hub_gives_the_same_shards_from_few_connections(corpus, hub_folder, tokenizer, tmp_path):
-    """Retry-After is honoured, files are deleted once they are used, and the commit is written down."""
+    """Retry-After is honoured, and the commit is written down."""
     out_dir = tmp_path / "shards"
     words = options("some/corpus", out_dir, tokenizer)
     with Hub(hub_folder, busy=2, delay=0.1) as hub:
