@@ -243,11 +243,6 @@ def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_p
             assert theirs.decode(ids) == text
 
 
-@pytest.mark.parametrize("special", ["§", "#"])
-def test_a_special_token_that_hugging_face_takes_for_bytes_is_refused(special):
-    assert_invalid(special, Tokenizer, (), special_tokens=(ENDOFTEXT, special))
-
-
 # ---- damaged files
 
 
