@@ -4,6 +4,7 @@ import http.server
 import json
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -14,23 +15,24 @@ from tests.helpers import environment
 class Hub(http.server.ThreadingHTTPServer):
     """As much of the hub's protocol as `datasets` and a download need, with the hub's moods.
 
-    Each folder in `folder` is the dataset some/NAME of one commit. Files are behind a redirect, as on the real hub. The
-    first `busy` requests are answered with 429 and a Retry-After of 2 seconds; `hasty` counts those that come earlier.
+    Each folder in `folder` is the dataset some/NAME of one commit. Files are behind a redirect, as on the real hub. As
+    many first requests for a file as `busy` says are answered with 429 and a Retry-After of 2 seconds; `hasty` counts
+    those that come earlier.
     The first download of a file in `cut` ends half-way, with the connection. Each download takes `delay` seconds.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
     daemon_threads = True
 
-    def __init__(self, folder: Path, busy: int = 0, cut: tuple[str, ...] = (), delay: float = 0.0):
+    def __init__(self, folder: Path, busy: dict[str, int] | None = None, cut: tuple[str, ...] = (), delay: float = 0.0):
         super().__init__(("127.0.0.1", 0), HubRequest)
         self.folder = folder
-        self.busy = busy
+        self.busy = Counter(busy)
         self.cut = cut
         self.delay = delay
         self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, Range, status
         self.now = self.most = self.hasty = 0  # downloads at this moment, the most at one
-        self.quiet_until = 0.0
+        self.quiet_until = {}
         self.lock = threading.Lock()
 
     def __enter__(self):
@@ -67,10 +69,11 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         hub = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         with hub.lock:
-            hub.busy -= 1
-            hub.hasty += time.monotonic() < hub.quiet_until
-            if busy := hub.busy >= 0:
-                hub.quiet_until = time.monotonic() + 2
+            name = self.path.rpartition("/")[2]
+            hub.busy[name] -= 1
+            hub.hasty += time.monotonic() < hub.quiet_until.get(name, 0)
+            if busy := hub.busy[name] >= 0:
+                hub.quiet_until[name] = time.monotonic() + 2
         if busy:
             return self.answer(429, b"slow down", Retry_After="2")
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")

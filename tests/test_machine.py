@@ -20,6 +20,7 @@ PEAKS = {
     "NVIDIA GeForce RTX 4070 Ti SUPER": None,  # another chip
     "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,  # a slice of one
     "Quadro RTX 6000": None,  # an older one
+    "NVIDIA RTX A4000": None,  # no A40
 }
 
 

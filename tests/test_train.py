@@ -329,6 +329,8 @@ def test_training_goes_on_from_another_checkpoint(train, tmp_path):
     first, second = (column(tmp_path / out, "train", "loss") for out in ("first", "second"))
     assert second[0] < first[-1] + 0.2 < first[0] - 0.4
     assert log_of(tmp_path / "second", "val")[0]["step"] == 0  # what was there before training
+    train(out="shuffled", max_steps=1, init_from=start, max_lr=1e-9, seed=7)
+    assert column(tmp_path / "shuffled", "train", "loss") != second  # of other windows
     train.error("n_layer", "2", "4", out="third", init_from=start, n_layer=4)  # tiny has 4
     train.error("32", "--sequence_length", out="third", init_from=start, sequence_length=64)
     train.error(f"--tokenizer {start}", out="third", init_from=start, data=text_file(tmp_path / "b.txt", 9999))
