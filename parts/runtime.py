@@ -322,7 +322,7 @@ def static_shapes(graph: torch.fx.GraphModule, inputs: list) -> Callable:
 def _keep_freed_memory() -> None:
     """Let glibc reuse large blocks. By default it maps each activation from the system again, and page faults take up
     to a fifth of a training step. Without glibc this does nothing."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
         for option, size in MALLOC.items():
             mallopt(option, size)
@@ -409,6 +409,8 @@ def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
         raise UserError(f"the {world_size} ranks of WORLD_SIZE cannot connect ({e}); start them with torchrun") from e
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = dist.PrefixStore("restart " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # Linux: if torchrun is killed, so is its rank
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
