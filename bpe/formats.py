@@ -100,12 +100,11 @@ def read(path: Path) -> tuple[Tokenizer, dict]:
     ours = file.with_name(TIKTOKEN).exists()
     if file.is_file() and (ours or not file.with_name("tokenizer_config.json").exists()):
         return open_text(file.read_text(encoding="utf-8")), {}
+    if not any(re.match(r"tokenizer\.json|vocab|.*\.model$", beside.name) for beside in file.parent.iterdir()):
+        raise ValueError("it has no tokenizer.json, vocab.json or .model")  # transformers would make an empty one
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(file.parent, local_files_only=True, trust_remote_code=False)
-    names = {"tokenizer.json", *theirs.vocab_files_names.values()}
-    if not any(file.with_name(name).exists() for name in names):  # transformers has made an empty one
-        raise ValueError(f"it has none of {', '.join(sorted(names))}")
     settings = dict(theirs.special_tokens_map)
     if theirs.split_special_tokens:
         settings["split_special_tokens"] = True

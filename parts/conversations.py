@@ -50,7 +50,7 @@ def messages_of(row, where: str) -> list[dict]:
             return [dict(role=message["role"], content=message["content"]) for message in messages]
     raise UserError(
         f"{where} is not a conversation; write instruction, input and output, or messages with role and content, "
-        "where an assistant answers a user, in valid Unicode"
+        "where an assistant answers a user, all as text in valid Unicode"
     )
 
 

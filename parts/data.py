@@ -27,7 +27,7 @@ from threading import Lock
 
 import numpy as np
 
-from parts.cli import UserError
+from parts.cli import UserError, counted
 from parts.files import errors_name, read_json, replace_file
 
 IGNORED = -100  # a target that is not scored, as in PyTorch; pads the last windows of validation
@@ -356,7 +356,8 @@ def save_manifest(directory: Path, manifest: dict) -> None:
 
 def summary(manifest: dict) -> str:
     skipped = ", ".join(f"{n:,} ({reason})" for reason, n in manifest["skipped"].items())
+    n_shards = counted(len(manifest["shards"]), "shard")
     return (
-        f"{manifest['tokens']:,} tokens in {len(manifest['shards'])} shards, {manifest['documents']:,} documents, "
+        f"{manifest['tokens']:,} tokens in {n_shards}, {manifest['documents']:,} documents, "
         f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
     )

@@ -24,7 +24,7 @@ KINDS = {
     ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".txt": "text",
     ".csv": "csv", ".tsv": "tsv", ".arrow": "arrow",
 }  # fmt: skip
-COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$")
+COMPRESSED = re.compile(r"\.(gz|zst|zstd|bz2|xz)$", re.IGNORECASE)
 AHEAD = 2  # hub files downloaded while one is read
 
 

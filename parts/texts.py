@@ -277,7 +277,7 @@ def rows_of(data: str, split: str = "train", option: str = "--data") -> list:
             raise UserError(f"{data} has no rows; pass a file, a folder or OWNER/NAME")
         for number, row in enumerate(rows, start=1):
             if isinstance(row, bytes):
-                raise UserError(f"row {number} of {data} is not JSON; fix or remove it")
+                raise UserError(f"row {number} of {data} is not JSON on one line; fix or remove it")
     except UserError as e:
         raise UserError(f"{option}: {e}") from e
     return rows
