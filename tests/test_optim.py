@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from model import GPT, GPTConfig
 from parts.optim import LossScale, Muon, decay_groups, learning_rate, make_optimizer, muon_height, orthogonalized
@@ -57,11 +58,7 @@ def through_a_file(state: dict) -> dict:
 
 
 def tensors_of(state) -> list[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return [state.clone()]
-    if isinstance(state, dict):
-        state = list(state.values())
-    return [t for part in state for t in tensors_of(part)] if isinstance(state, list | tuple) else []
+    return [leaf.clone() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
 
 
 def equal(a, b) -> bool:
@@ -99,12 +96,6 @@ def test_muon_takes_the_linear_layers_of_blocks_and_adamw_the_rest_except_what_i
     assert stacked == expected
     others = [names[p] for group in rest.param_groups for p in group["params"]]
     assert sorted([*stacked, *others]) == sorted(names.values())
-
-
-def test_every_group_follows_the_schedule_scaled_to_its_own_peak():
-    optimizer = make_optimizer(small(), Settings(max_lr=1e-3, muon_lr=0.02), Machine())
-    optimizer.set_lr(0.25)
-    assert [g["lr"] for g in optimizer.param_groups()] == pytest.approx([0.25e-3, 0.25e-3, 0.005, 0.005])
 
 
 def test_the_schedules_at_their_corners():
@@ -175,7 +166,7 @@ def test_the_loss_scale_moves_as_that_of_torch():
     optimizer = torch.optim.SGD([p], lr=0.0)
     theirs.scale(torch.ones(1))
     n = theirs.get_growth_interval()
-    for finite in [True] * (n + 1) + [False] + [True] * (n - 1) + [False] + [True] * (2 * n) + [False] * 2:
+    for finite in [True] * 2 * n + [False] + [True] * (n - 1) + [False] * 2:
         p.grad = torch.full((1,), 1.0 if finite else math.inf)
         theirs.step(optimizer)
         theirs.update()
@@ -189,8 +180,8 @@ def test_the_loss_scale_moves_as_that_of_torch():
 class Averaging(torch.optim.Optimizer):
     """As schedule-free ones: its counter and the largest learning rate stand in the group, a mean in the state."""
 
-    def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, k=0, largest=-1.0))
+    def __init__(self, params, lr, shrink=0.0):
+        super().__init__(params, dict(lr=lr, shrink=shrink, k=0, largest=-1.0))
 
     @torch.no_grad()
     def step(self):
@@ -201,7 +192,7 @@ class Averaging(torch.optim.Optimizer):
             for p in group["params"]:
                 mean = self.state[p].setdefault("mean", p.clone())
                 mean.lerp_(p - group["largest"] * p.grad, 1 / group["k"])
-                p.copy_(mean * (1 - group["lr"] * group["weight_decay"]) + group["first"])
+                p.copy_(mean * (1 - group["lr"] * group["shrink"]) + group["first"])
 
 
 def all_of_torch() -> dict:
@@ -237,25 +228,16 @@ def test_any_optimizer_is_resumed_bit_for_bit(make):
     assert equal(*runs)
 
 
-def test_a_resume_takes_any_constant_of_an_optimizer_from_the_script():
-    model = small()
-    optimizer = LoopOptimizer([torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.9)], Machine())
-    train(model, optimizer, range(1, 4))
-    other = LoopOptimizer([torch.optim.RMSprop(model.parameters(), lr=0.01, alpha=0.5)], Machine())
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert other.param_groups()[0]["alpha"] == 0.5
-
-
 def test_a_resume_takes_constants_from_the_script_and_state_from_the_checkpoint():
-    """Also in fp16 after a run in fp32, whose state has no loss scale."""
+    """Of any name; also in fp16 after a run in fp32, whose state has no loss scale."""
     model = small()
-    optimizer = LoopOptimizer([Averaging(model.parameters(), lr=0.01, weight_decay=0.1)], Machine())
+    optimizer = LoopOptimizer([Averaging(model.parameters(), lr=0.01, shrink=0.1)], Machine())
     train(model, optimizer, range(1, 4))
     state = through_a_file(optimizer.state_dict())
-    other = LoopOptimizer([Averaging(model.parameters(), lr=0.02, weight_decay=0.3)], Machine(torch.float16))
+    other = LoopOptimizer([Averaging(model.parameters(), lr=0.02, shrink=0.3)], Machine(torch.float16))
     other.load_state_dict(state)
     [group] = other.param_groups()
-    assert (group["weight_decay"], group["lr"]) == (0.3, 0.02)
+    assert (group["shrink"], group["lr"]) == (0.3, 0.02)
     assert (group["k"], group["largest"], group["first"]) == (3, 0.01, 0.01)
 
 
@@ -270,15 +252,11 @@ def cut(state: dict) -> None:
     moments["exp_avg"] = moments["exp_avg"][:10].clone()
 
 
-def lose_a_parameter(state: dict) -> None:
-    state["optimizers"][0]["param_groups"][0]["params"].pop()
-
-
 def lose_an_optimizer(state: dict) -> None:
     state["optimizers"].pop()
 
 
-@pytest.mark.parametrize("harm", [cut, lose_a_parameter, lose_an_optimizer])
+@pytest.mark.parametrize("harm", [cut, lose_an_optimizer])
 def test_a_state_of_another_model_is_refused(harm):
     """The fused kernels trust what they are given: they would write past the end of a smaller moment."""
     model = small()
