@@ -1,19 +1,16 @@
 """The loader: one order for every number of ranks, each window once an epoch, exact resumption, flat memory, and files
 that change while they are read."""
 
-import errno
 import os
 import random
 import tracemalloc
 from collections import deque
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from parts.cli import explain
 from parts.data import IGNORED, Batches, TokenStream, permutation, to_inputs, training_batches, validation_batches
 from tests.helpers import assert_refused, needs_proc
 from tests.token_shards import T, open_stream, write_shards
@@ -148,15 +145,3 @@ def test_a_shard_that_is_cut_short_while_it_is_in_use_is_named(tmp_path, left):
     [path] = stream.paths
     os.truncate(path, left)
     assert_refused(str(path), stream.read, 9000, 17)
-
-
-def test_a_disk_that_fails_is_an_error_with_the_name_of_the_shard(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    write_shards(tmp_path, (100,))
-    stream = open_stream(tmp_path)
-    monkeypatch.setattr(stream.shards[0], "file", SimpleNamespace(seek=fail))
-    with pytest.raises(OSError) as error:
-        stream.read(0, 17)
-    assert str(stream.paths[0]) in explain(error.value)

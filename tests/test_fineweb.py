@@ -151,13 +151,8 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     assert not (tmp_path / "shards").exists()
 
 
-@pytest.mark.parametrize("alphabet", ["english", "bytes"])
-def test_a_small_corpus_is_mostly_for_training_by_the_tokens_of_its_first_documents(tokenizer, tmp_path, alphabet):
-    """A tokenizer of other text makes many more of a byte."""
+def test_a_small_corpus_is_mostly_for_training_by_the_tokens_of_its_first_documents(tokenizer, tmp_path):
     docs = make_documents(100)
-    if alphabet == "bytes":
-        Tokenizer([]).save(tmp_path / "bytes.json")
-        tokenizer = tmp_path / "bytes.json"
     pq.write_table(pa.table({"text": docs, "n": range(100)}), tmp_path / "docs.parquet", compression="zstd")
     manifest = run_here(tmp_path / "docs.parquet", tmp_path / "shards", tokenizer, shard_size=0)
     expected = len(plain_tokens(docs, Tokenizer.load(tokenizer)))

@@ -166,7 +166,7 @@ def test_the_loss_scale_moves_as_that_of_torch():
     optimizer = torch.optim.SGD([p], lr=0.0)
     theirs.scale(torch.ones(1))
     n = theirs.get_growth_interval()
-    for finite in [True] * 2 * n + [False] + [True] * (n - 1) + [False] * 2:
+    for finite in [True] * (2 * n + 1) + [False] + [True] * (n - 1) + [False] * 2:
         p.grad = torch.full((1,), 1.0 if finite else math.inf)
         theirs.step(optimizer)
         theirs.update()

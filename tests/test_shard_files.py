@@ -98,7 +98,8 @@ def test_damaged_shards_are_named(tmp_path, suffix, write):
     path = tmp_path / f"x_train_000001.{suffix}"
     write(path, np.arange(100, dtype=np.uint16))
     intact = path.read_bytes()
-    for content in (intact[:-2], intact[:100], intact + b"\0\0", b"", b"\x93NUMPY" * 200, bytes(1024)):
+    flipped = intact[:8] + b"6" + intact[9:]  # the length of NumPy's header, or of llm.c's tokens
+    for content in (intact[:-2], intact[:100], intact + b"\0\0", b"", flipped, bytes(1024)):
         path.write_bytes(content)
         assert str(path) in refused(tmp_path)
     path.unlink()
@@ -126,27 +127,6 @@ def test_damaged_shards_of_datatrove_are_named(tmp_path):
         assert str(paths[1]) in refused(tmp_path)
     metadata.unlink()
     assert metadata.name in refused(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["npy", "bin", "ds"])
-def test_a_flipped_bit_in_a_header_is_an_error_or_harmless(tmp_path, kind):
-    tokens = np.arange(300, dtype=np.uint16)
-    path = tmp_path / f"x_train_000000.{kind}"
-    {"npy": np.save, "bin": write_bin, "ds": write_ds}[kind](path, tokens)
-    damaged = path.with_name(path.name + ".metadata") if kind == "ds" else path
-    intact = damaged.read_bytes()
-    wrong = 0
-    for bit in range(0, 8 * min(len(intact), 16 if kind == "bin" else 128), 3):
-        place = bit // 8
-        damaged.write_bytes(intact[:place] + bytes([intact[place] ^ 1 << bit % 8]) + intact[place + 1 :])
-        try:
-            found = Shard(path).read(0, 300)
-        except UserError as e:
-            assert str(path) in str(e)
-            wrong += 1
-        else:
-            assert np.array_equal(found, tokens)
-    assert wrong > 10
 
 
 @pytest.mark.parametrize("place", [0, 2**16 - 1, 2**16, 2**16 + 4999, 2**16 + 5000])
