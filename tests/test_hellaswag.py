@@ -101,7 +101,11 @@ def test_batched_scores_equal_one_sequence_at_a_time(model, small_tokenizer, rt,
     assert min(lengths) < WINDOW < max(lengths)  # some contexts are cut, some are not
     sums, counts = one_by_one(model, small_tokenizer, rows, style)
     task = prepare(rows, small_tokenizer, model.config, style)
-    result = evaluate(model, task, rt, batch_tokens)
+    fed = []
+    with model.transformer.wte.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape)):
+        result = evaluate(model, task, rt, batch_tokens)
+    assert all(n_rows == 1 or n_rows * T <= batch_tokens for n_rows, T in fed)
+    assert sum(n_rows * T for n_rows, T in fed) < 1.5 * sum(map(len, task.packed))  # rows of similar lengths
     np.testing.assert_allclose(result["log_likelihoods"], sums, rtol=0, atol=1e-4)
     endings = [STYLES[style][0](row)[1] for row in rows]
     units = [[len(e) for e in four] for four in endings] if style == "harness" else counts

@@ -10,7 +10,7 @@ import torch
 import sample
 from bpe.tokenizer import Tokenizer
 from model import GPT
-from parts import chat
+from parts import chat, lora
 from parts.checkpoint import save_model
 from parts.huggingface import load_adapter
 from tests.finetuning import adapted, save_adapter, small_gpt
@@ -174,3 +174,11 @@ def test_an_id_without_a_token_is_never_printed_however_likely(run, base, small_
     assert run("The sea", model="padded", top_k=0, **way).returncode == 0
 
 
+
+
+def test_an_adapter_is_merged_before_weights_are_rounded(run, base, small_tokenizer):
+    model = lora.merge(load_adapter(GPT.from_pretrained(str(base / "base")), base / "adapter"))
+    save_model(base / "merged", lora.remove_lora(model), small_tokenizer)
+    options = dict(dtype="bfloat16", num_samples=64, max_new_tokens=20)
+    adapted = run("The sea", adapter=base / "adapter", **options)
+    assert adapted.stdout == run("The sea", model="merged", **options).stdout
