@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, fields
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -66,7 +66,7 @@ def leave(code: int) -> None:
 
 def explain(e: BaseException) -> str | None:
     """Return the user's message about an error; None for a bug of ours, which keeps its traceback."""
-    if isinstance(e, UserError):
+    if isinstance(e, UserError | argparse.ArgumentError):  # of two constants with one flag
         return str(e)
     if isinstance(e, OSError):
         where = f"{e.filename}: " if e.filename else ""
@@ -208,7 +208,7 @@ def make_parser(config_type, values: dict, prog: str, description: str) -> Parse
         for line in inspect.getsource(cls).splitlines():
             if heading := re.match(" {4}# (.*)", line):
                 group = parser.add_argument_group(heading[1])
-            elif (constant := re.match(r" {4}(\w+): .*?(?:  # (.*))?$", line)) and constant[1] in values:
+            elif (constant := re.match(r" {4}(\w+) *:.*?(?:  # (.*))?$", line)) and constant[1] in values:
                 name, comment = constant.groups(default="")
                 add_argument(group, name, hints[name], values[name], comment.replace("%", "%%"))
     return parser
@@ -221,23 +221,23 @@ def add_argument(group, name: str, hint, default, comment: str) -> None:
         off = f"do not {comment}" if default else argparse.SUPPRESS
         group.add_argument(f"--no_{name}", action="store_false", dest=name, help=off)
         return
-    first = get_args(kind)[0] if get_args(kind) else kind  # of tuple[int, ...] and int | None the int
+    parts = get_args(kind) or [kind]
+    types = {type(part) for part in parts} if get_origin(kind) is Literal else {*parts} - {Ellipsis}
+    first, *others = types - {NoneType} or [None]  # of tuple[int, ...] and int | None the int
     many = get_origin(kind) is tuple
-    plain = get_origin(kind) in (None, tuple, Union, UnionType) and first in (str, int, float)
-    if not plain and get_origin(kind) is not Literal:
-        raise UserError(f"--{name}: choose its type: bool, Literal, str, int, float, tuple[int, ...] or int | None")
+    if others or first not in (str, int, float) or get_origin(kind) not in (None, tuple, Union, UnionType, Literal):
+        raise UserError(f"--{name}: choose its type: bool, str, int, float, int | None, tuple[int, ...], Literal of one")
     if Positional in get_args(hint):
         nargs = None if default is MISSING else "?"
         if many:
             nargs = "+"
         group.add_argument(name, type=first, nargs=nargs, metavar=name.upper(), help=comment)
         return
+    options = dict(type=none_or(first) if NoneType in types else first)
     if get_origin(kind) is Literal:
-        options = dict(type=type(first), choices=get_args(kind))
+        options["choices"] = parts
     else:
-        options = dict(type=first, metavar=first.__name__.upper())
-    if type(None) in get_args(kind):
-        options["type"] = none_or(first)
+        options["metavar"] = first.__name__.upper()
     if many:
         options["nargs"] = "*" if Ellipsis in get_args(kind) else len(get_args(kind))
         default = " ".join(map(str, default))

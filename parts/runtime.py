@@ -338,7 +338,6 @@ def make_deterministic() -> None:
     """Let PyTorch choose kernels that give the same bits in every run on one machine. Call it before anything else."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True, warn_only=True)
-    print("note: deterministic kernels are slower on a GPU; a kernel without such a form only warns")
 
 
 def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Iterator[int]:

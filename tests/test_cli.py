@@ -163,7 +163,17 @@ class WithList:
     folder: list[int] = None  # a tuple is one
 
 
-@pytest.mark.parametrize("config_type", [WithPath, WithList])
+@dataclass(frozen=True)
+class WithWords:
+    folder: Literal[True, False] = True  # bool("False") is True
+
+
+@dataclass(frozen=True)
+class WithNumbers:
+    folder: int | float = 1  # whichever was given
+
+
+@pytest.mark.parametrize("config_type", [WithPath, WithList, WithWords, WithNumbers])
 def test_a_constant_of_a_type_that_is_no_flag_is_named(config_type):
     assert_refused("--folder", parse_args, config_type, [], prog="x.py")
 
