@@ -2,16 +2,15 @@
 
     torchrun --nproc_per_node=2 tests/ranks.py '[{"args": ["tiny", "--out_dir", "x"], "fault": "inf before exchange"}]'
 
-After each run it writes `ranks.json` into the run directory: what was seen on every rank. `fault` is
-something that goes wrong on the last rank, in step FAULT_STEP; `start` is a run of which a copy, up to step `step`, is
-made before. A job with a `kind` is no run, but a search for the micro-batch: see `probe`.
+After each run it writes `ranks.json` into the run directory: what was seen on every rank. `fault` is something that
+goes wrong on the last rank, in step FAULT_STEP. A job with a `kind` is no run, but a search for the micro-batch: see
+`probe`.
 """
 
 import hashlib
 import json
 import math
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from parts.loss import LinearCrossEntropy
 from parts.optim import Optimizer
 from parts.runtime import Runtime
 from parts.trials import largest_that_fits
-from tests.helpers import draw_nothing, remove_after, seeded, spoil_gradients, write_json
+from tests.helpers import draw_nothing, seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3
 OTHER_WEIGHTS = "other weights"  # on the last rank, from FAULT_STEP on, as faulty memory gives it
@@ -109,17 +108,10 @@ def checksum(model) -> str:
     return digest.hexdigest()
 
 
-def copy_of_run(start: str, out_dir: Path, step=10) -> None:
-    shutil.copytree(start, out_dir)
-    remove_after(out_dir, step)
-
-
-def run(args: list[str], fault: str | None = None, start: str | None = None, step=10) -> None:
+def run(args: list[str], fault: str | None = None) -> None:
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     out_dir = Path(args[args.index("--out_dir") + 1])
-    if start and rank == 0:
-        copy_of_run(start, out_dir, step)
     steps = []
     seeds = []
     trained = []
@@ -146,7 +138,6 @@ def run(args: list[str], fault: str | None = None, start: str | None = None, ste
             leave_out_blocks(patch)
         if fault in FAULTS and rank == world_size - 1:
             FAULTS[fault](patch, steps)
-        dist.barrier()  # wait for the copy
         error = ""
         try:
             train_gpt2.main()
