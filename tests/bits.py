@@ -2,7 +2,6 @@
 
     python tests/bits.py > before.txt                # at the old commit; a minute of one core
     python tests/bits.py | diff before.txt -         # at the new one; prints nothing if all bits are the same
-    python tests/bits.py --data DIR                  # the same on real text, a few minutes: parquet files in DIR
 
 Shards (also after kill -9), merges, ids, losses, weights, adapters, HellaSwag's sums and samples, on a CPU with one
 thread. Everything is run as a user runs it, and only files and the text of samples are read, so that this file works on
@@ -27,15 +26,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of real text: docs_en/, books_en/, docs_zh.parquet, ...")
     parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent, help="the project to run")
     args = parser.parse_args()
     with TemporaryDirectory() as work:
-        doors = Doors(args.root.resolve(), Path(work))
-        if args.data:
-            large(doors, args.data.resolve())
-        else:
-            small(doors)
+        small(Doors(args.root.resolve(), Path(work)))
 
 
 def small(doors: "Doors") -> None:
@@ -57,27 +51,6 @@ def small(doors: "Doors") -> None:
     doors.finetune("--base", "adamw", "--data", "rows.jsonl", "--max_steps", 3, "--batch_size", 8)
     doors.hellaswag("adamw", "--data", "hellaswag.jsonl", "--control")
     doors.sample("adamw", "The man", "--max_new_tokens", 30)
-
-
-def large(doors: "Doors", data: Path) -> None:
-    """Real text: 6M tokens of GPT-2, tokenizers of 4,096, the recipe tiny for 60 steps, Alpaca."""
-    books = sorted(data.glob("books_en/*.parquet"))
-    docs = sorted(data.glob("docs_en/*.parquet"))
-    doors.environment["TIKTOKEN_CACHE_DIR"] = str(data / "tiktoken_cache")
-    doors.tokenizer("english", "--input", books[0], "--max_bytes", 5_000_000, "--vocab_size", 4096)
-    doors.tokenizer("chinese", "--input", data / "docs_zh.parquet", "--vocab_size", 4096)
-    doors.shards("chinese", "--source", data / "docs_zh.parquet", "--tokenizer", "chinese")
-    parquet = ["--source", docs[0], books[0], "--limit_tokens", 6_000_000, "--shard_size", 500_000]
-    doors.shards("parquet", *parquet)
-    doors.shards("killed", *parquet, kills=2)
-    often = ["--data", data / "tinyshakespeare.txt", "--eval_interval", 20, "--sample_interval", 20]
-    doors.train("adamw", 60, *often, "--optimizer", "adamw", resume_at=40)
-    doors.train("muon", 60, *often, "--optimizer", "muon", resume_at=40)
-    doors.train("adamw-2", 60, *often, "--optimizer", "adamw", ranks=2, resume_at=40)
-    doors.train("muon-2", 60, *often, "--optimizer", "muon", ranks=2, resume_at=40)
-    doors.finetune("--base", "muon", "--data", data / "alpaca_data_20k.json", "--max_steps", 20, "--val_rows", 50)
-    doors.hellaswag("muon", "--data", data / "hellaswag_val_500.jsonl", "--limit", 50)
-    doors.sample("muon", "ROMEO:", "--max_new_tokens", 100)
 
 
 class Doors:

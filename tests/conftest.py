@@ -46,11 +46,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_learning_curve():
-    """Runs in this process draw no learning curve, which takes longer than all the rest of a small run. Those in
-    processes of their own do, and test_plot.py looks at pictures."""
+def quick_runs():
+    """Runs in this process draw no learning curve and wait for no disk: both take longer than all the rest of a small
+    run. test_plot.py looks at pictures, and test_cli.py at what is on the disk when."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "draw", draw_nothing)
+        patch.setattr(os, "fsync", lambda fd: None)
         yield
 
 

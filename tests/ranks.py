@@ -56,7 +56,6 @@ def inf_after_exchange(patch, steps: list) -> None:
 OUT_OF_MEMORY = {
     "allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    "Triton": RuntimeError("Triton Error [CUDA]: out of memory"),
 }
 
 

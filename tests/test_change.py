@@ -212,14 +212,13 @@ def after(line: str, *added: str) -> tuple[str, str]:
 
 
 HARMLESS = {  # edits of model.py, as (old, new), that change nothing of what it computes
-    "nothing": [],
-    "orthogonal weights": [("nn.init.normal_(module.weight, std=0.02)", "nn.init.orthogonal_(module.weight)")],
-    "the MLP is built first": [
+    "orthogonal weights, an assert, the MLP built first": [
+        ("nn.init.normal_(module.weight, std=0.02)", "nn.init.orthogonal_(module.weight)"),
+        after("T = idx.size(1)", "assert T <= self.config.n_positions"),
         ("self.attn = CausalSelfAttention(config, layer)", "self.mlp = MLP(config)"),
         ("self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)\n        self.mlp = MLP(config)",
          "self.ln_2 = nn.LayerNorm(config.n_embd, eps=1e-5)\n        self.attn = CausalSelfAttention(config, layer)"),
     ],
-    "an assert": [after("T = idx.size(1)", "assert T <= self.config.n_positions")],
     "a mask as a buffer": [
         after("self.layer = layer", "n = config.n_positions", "mask = torch.ones(1, 1, n, n).tril().bool()",
               "self.register_buffer('bias', mask)"),
@@ -228,10 +227,6 @@ HARMLESS = {  # edits of model.py, as (old, new), that change nothing of what it
     "an untied head": [("        self.lm_head.weight = self.transformer.wte.weight  # tied", "        # tied")],
 }  # fmt: skip
 HARMFUL = {  # and that change it
-    "another GELU in one layer": [
-        after("self.mlp = MLP(config)", 'self.mlp.form = "none" if layer else "tanh"'),
-        ('approximate="tanh"', "approximate=self.form"),
-    ],
     "a window": [
         after("x = self.transformer.drop(x)", "mask = torch.ones(T, T, dtype=torch.bool).tril().triu(-50)"),
     ],

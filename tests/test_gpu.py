@@ -94,6 +94,7 @@ def test_a_bias_gradient_is_summed_by_sequence_in_one_kernel_less():
     assert fewer == n - 1
 
 
+@slow_on_a_cpu
 @pytest.mark.parametrize("n_positions", [3, 5000])  # few, and chunks of which the last is ragged
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_loss_and_its_gradients_are_those_of_the_formula(monkeypatch, dtype, n_positions):

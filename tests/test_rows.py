@@ -56,9 +56,8 @@ def test_empty_rows_are_left_out_and_an_empty_system_message_is_nothing(small_to
     assert one.idx.tolist() == other.idx.tolist()
 
 
-@pytest.mark.parametrize("n", [1, 7, 60, 89])
-@pytest.mark.parametrize("T", [2, 5, 30, 40])
-@pytest.mark.parametrize("prompt", [0, 6, 58])
+@pytest.mark.parametrize("n, prompt", [(1, 0), (60, 0), (89, 6), (60, 58)])
+@pytest.mark.parametrize("T", [2, 5, 40])
 def test_a_long_row_is_read_in_windows_that_score_every_answer_token_once(n, T, prompt):
     idx = np.arange(n, dtype=np.int32)
     targets = np.where(idx < prompt, IGNORED, idx).astype(np.int32)  # of each token itself
@@ -111,7 +110,7 @@ def test_questions_hold_out_phrasings_of_facts_that_are_trained_on():
         assert answer["content"] in answers
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_micro_batch_grows_until_the_limit_or_until_padding_costs_more_than_another_one(seed):
     rng = random.Random(seed)
     lengths = rng.choices(range(1, 61), k=rng.randint(1, 30))

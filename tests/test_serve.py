@@ -1,60 +1,15 @@
-"""Clients and servers that people use, on what lora_finetune.py writes: the answers are those of `sample.py --chat`."""
+"""docs/chat.html: what the page writes to a server, and what it shows of the answer."""
 
-import io
 import json
 import shutil
 import subprocess
-import sys
 
 import pytest
 
-import lora_finetune as lf
-import sample
 from bpe.tokenizer import Tokenizer
 from parts import chat
-from parts.checkpoint import save_model
-from tests.finetuning import adapted, said, save_adapter, small_gpt, written
+from tests.finetuning import said, written
 from tests.helpers import ROOT
-
-SAID = ["Say boat now.", "Say <|endoftext|> tide (twice).", "Say it."]
-LONGEST = 12  # tokens of an answer
-
-
-def test_a_pipeline_of_transformers_gives_the_answers_of_sample_chat(tmp_path, small_tokenizer, inline, monkeypatch):
-    """Weights are random, and such that the answers differ from each other, can be read, and end by themselves or are
-    cut."""
-    from transformers import pipeline
-
-    base = small_gpt(n_positions=256)
-    merged = str(tmp_path / "merged")
-    for p in base.transformer.h.parameters():
-        if p.dim() == 2:
-            p.data *= 30  # what was read counts for more than the last token
-    embedding = base.transformer.wte.weight.data
-    eot = small_tokenizer.eot_token
-    base.transformer.ln_f.bias.data += 10 * embedding[eot]  # makes the end of an answer likelier
-    texts = {i: text.decode("latin-1") for i, text in small_tokenizer.vocab.items() if i != eot}
-    embedding[[i for i, text in texts.items() if not text.isprintable() or text > "~"]] = 0
-    save_model(tmp_path / "base", base, small_tokenizer)
-    adapter = save_adapter(adapted(base), tmp_path / "adapter")
-    chat.save_chat_files(adapter, small_tokenizer)
-    lf.write_merged(lf.Config(base=str(tmp_path / "base"), merge=merged), tmp_path / "base", adapter)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join([*SAID[1:], "", ""]).encode())))
-    options = dict(temperature=0, max_new_tokens=LONGEST, chat=True, dtype="float32", device="cpu")
-    result = inline(sample.main, merged, SAID[0], **options)
-    ask = pipeline("text-generation", merged, device="cpu")
-    messages = []
-    printed = ""
-    for text in SAID:
-        messages.append(dict(role="user", content=text))
-        messages = ask(messages, max_new_tokens=LONGEST, do_sample=False)[0]["generated_text"]
-        printed += messages[-1]["content"].lstrip() + "\n> "
-    assert result.stdout == printed, result.stderr
-    lengths = [len(small_tokenizer.encode_ordinary(message["content"])) for message in messages[1::2]]
-    assert 1 < min(lengths) < LONGEST == max(lengths)  # some end by themselves, others are cut
-
-
-# ---- the page
 
 PAGE = (ROOT / "docs/chat.html").read_text(encoding="utf-8")
 PROMPTS = [

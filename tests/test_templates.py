@@ -141,9 +141,12 @@ def test_the_template_of_an_adapter_comes_before_that_of_its_base(chatml, conver
     assert found.prompt(messages) == written(messages, tokenizer)
 
 
-def test_a_merged_model_keeps_the_template_and_the_ends_of_its_adapter_or_its_base(chatml, converse, tmp_path):
+@pytest.mark.parametrize("of", ["base", "adapter"])
+def test_a_merged_model_keeps_the_template_and_the_ends_of_its_adapter_or_its_base(chatml, converse, tmp_path, of):
     """As transformers then speaks to it; an adapter of TRL has the files of a tokenizer."""
     adapter = save_adapter(adapted(GPT.from_pretrained(str(chatml))), tmp_path / "adapter")
+    if of == "adapter":
+        chat.save_chat_files(adapter, read_tokenizer(chatml))
     config = lf.Config(base=str(chatml), adapter=str(adapter), merge=str(tmp_path / "merged"))
     lf.write_merged(config, chatml, adapter)
     of_both = converse(chatml, adapter=adapter).stdout

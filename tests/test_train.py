@@ -114,20 +114,20 @@ def test_targets_that_do_not_count_add_neither_loss_nor_bytes(rt):
 
 
 def test_a_sample_is_drawn_from_the_50_likeliest_tokens_with_a_seed_of_its_step(train, run_dir):
-    train(max_steps=1, sample_tokens=300)  # enough that the 50th and the 51st would be drawn
+    train(max_steps=1, sample_tokens=120)  # enough that the 50th and the 51st would be drawn
     saved = run_dir / "step_000001"
     tokenizer = Tokenizer.load(saved)
     start = torch.tensor([[tokenizer.eot_token]])
-    [ids] = GPT.from_pretrained(saved).generate(start, 300, top_k=50, generator=seeded(1337 + 1)).tolist()
+    [ids] = GPT.from_pretrained(saved).generate(start, 120, top_k=50, generator=seeded(1337 + 1)).tolist()
     assert column(run_dir, "sample", "text") == [tokenizer.decode(ids[1:]).split(ENDOFTEXT)[0]]
 
 
 def test_hellaswag_is_scored_on_the_way_and_changes_nothing(train, inline, tmp_path):
     rows = hellaswag_rows(tmp_path / "rows.jsonl")
-    train(out="with", max_steps=8, hellaswag_interval=3, hellaswag_data=rows)
-    train(out="without", max_steps=8)
+    train(out="with", max_steps=5, hellaswag_interval=2, hellaswag_data=rows)
+    train(out="without", max_steps=5)
     scores = log_of(tmp_path / "with", "hellaswag")
-    assert [r["step"] for r in scores] == [3, 6, 8]
+    assert [r["step"] for r in scores] == [2, 4, 5]
     options = dict(data=rows, style="completion", dtype="float32", device="cpu", json=tmp_path / "scores.json")
     assert inline(hellaswag.main, tmp_path / "with", **options).returncode == 0
     found = read_json(options["json"])["styles"]["completion"]
@@ -146,7 +146,7 @@ def test_a_run_that_diverges_is_told_why_and_one_that_has_learned_nothing_is_not
 def test_a_run_that_memorizes_its_text_is_not_said_to_diverge(train, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat. " * 600 + "0123456789" * 160)  # validation on characters of its own
-    result = train(data=text, max_steps=60, max_lr=1e-2)
+    result = train(data=text, max_steps=40, max_lr=3e-2)
     assert "--max_lr" not in result.stdout
     assert "sample.py" in result.stdout
 
@@ -159,7 +159,7 @@ def test_a_loss_with_another_one_added_is_not_said_to_diverge(train, monkeypatch
         return real(self, *args, **options) + (12.0 if self.training else 0.0)
 
     monkeypatch.setattr(GPT, "loss", with_another)
-    assert "--max_lr" not in train(max_steps=20, eval_interval=0).stdout
+    assert "--max_lr" not in train(max_steps=6, eval_interval=0).stdout
 
 
 def test_a_rise_of_validation_names_the_best_checkpoint(train, run_dir):
@@ -218,11 +218,11 @@ def test_killed_and_resumed_equals_undisturbed_bit_for_bit(train, tmp_path, run_
     assert weights(run_dir, steps) == weights(tmp_path / "undisturbed", steps)
 
 
-def test_figures_that_are_read_a_step_later_change_nothing(train, tmp_path, monkeypatch):
+def test_figures_that_are_read_a_step_later_change_nothing(short, tmp_path, monkeypatch):
     records = []
     for ahead in (0, 1):
         monkeypatch.setattr(Runtime, "steps_ahead", ahead)
-        train(out=f"run-{ahead}", max_steps=11)
+        short(out=f"run-{ahead}", eval_interval=3, sample_interval=3)
         log = read_lines(tmp_path / f"run-{ahead}" / "log.jsonl")
         records.append([(r["step"], r["kind"]) for r in log])
     assert records[0] == records[1]
@@ -280,20 +280,20 @@ def test_a_batch_has_the_same_loss_and_gradient_in_micro_batches_of_any_size(tra
 # ---- damaged and missing things
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(train, run_dir, inline):
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(short, run_dir, inline):
     import sample
 
-    train(max_steps=10)
-    newest = run_dir / "step_000010"
+    short()
+    newest = run_dir / "step_000006"
     expected = losses(run_dir)
     for name in ("SHA256SUMS", "model.safetensors", "train_state.pt"):
         file = newest / name
         original = file.read_bytes()
         file.write_bytes(original[: len(original) // 2] + b"\xff" + original[len(original) // 2 + 1 :])
-        assert str(newest) in train(max_steps=10, resume=True).stderr
+        assert str(newest) in short(resume=True).stderr
         assert losses(run_dir) == expected
         assert file.read_bytes()[:-9999] == original[:-9999]
-    assert train(max_steps=10, resume=True).stderr == ""
+    assert short(resume=True).stderr == ""
     (newest / "model.safetensors").write_bytes((newest / "model.safetensors").read_bytes()[:-100])
     assert_user_error(inline(sample.main, run_dir), "model.safetensors")
 
@@ -302,10 +302,7 @@ BAD = [
     (dict(data="nowhere.txt"), ["nowhere.txt"]),
     (dict(data="nowhere"), ["nowhere", "fineweb.py"]),
     (dict(total_batch_size=250), ["250", "micro_batch_size", "8", "sequence_length", "32"]),
-    (dict(n_head=3), ["n_embd 32", "n_head 3"]),
     (dict(max_steps=0), ["--max_steps", "0"]),
-    (dict(tokenizer="nowhere.json"), ["nowhere.json"]),
-    (dict(init_from="./nowhere"), ["./nowhere"]),
     (dict(out="text.txt/run"), ["text.txt/run"]),
     (dict(min_lr=1.0), ["--min_lr", "1.0", "--max_lr", "0.003"]),
     (dict(target_loss=3.0, eval_interval=0), ["--target_loss 3.0", "--eval_interval"]),

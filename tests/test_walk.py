@@ -36,14 +36,7 @@ def test_a_station_with_its_slow_blocks_prints_what_the_page_shows(page, number)
     assert result.returncode == 0, result.stdout
 
 
-SAME = [  # (the words after ```text, what the page shows, what was printed)
-    ("", "loss 6.93", "loss   6.94"),
-    ("within 10%", "8.0 of 20", "8.5 of 22"),
-    ("within 0.05", "+0.01", "-0.03"),
-    ("varies", "3 s, a: 5.1", "12 s, a: 0.7"),
-    ("sampled", "she said", "he ran"),
-]
-DIFFERENT = [
+DIFFERENT = [  # (the words after ```text, what the page shows, what was printed)
     ("", "loss 6.93", "loss 7.2"),
     ("", "124,439,808 of them", "124,439,809 of them"),
     ("", "a\nb", "a"),
@@ -67,11 +60,6 @@ def page_of(folder: Path, code: str, printed: str, how: str = "", ask: str = "")
     folded = f"<details><summary>what it prints</summary>\n\n```text {how}\n{printed}\n```\n\n</details>\n"
     page.write_text(f"# Page\n\n## 1 One\n\n{ask}\n```python\n{code}\n```\n\n{folded}")
     return page
-
-
-@pytest.mark.parametrize("how, shown, printed", SAME)
-def test_numbers_agree_within_what_a_page_allows(how, shown, printed, tmp_path, check):
-    assert check(page_of(tmp_path, f"print({printed!r})", shown, how)).returncode == 0
 
 
 @pytest.mark.parametrize("how, shown, printed", DIFFERENT)
