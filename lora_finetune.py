@@ -377,18 +377,23 @@ def save_finetuned(config: Config, model: GPT, data: Data, base_sha256: str, dir
 
 
 def write_merged(config: Config, folder: Path, adapter: Path) -> None:
-    """Write base and adapter as one plain model."""
+    """Write base and adapter as one plain model, and print by how much its logits differ from theirs."""
+    tokenizer = read_tokenizer(folder)
+    model = load_adapter(read_model(folder), adapter).eval()
+    idx = torch.arange(min(len(tokenizer), model.config.n_positions))[None]
+    with torch.no_grad():
+        logits = model(idx)
+        model = lora.remove_lora(lora.merge(model))
+        difference = (model(idx) - logits).abs().max().item()
 
     def write(path: Path) -> None:
-        tokenizer = read_tokenizer(folder)
-        model = load_adapter(read_model(folder), adapter)
-        save_model(path, lora.remove_lora(lora.merge(model)), tokenizer)
+        save_model(path, model, tokenizer)
         chat = chat_of([adapter, folder], tokenizer, config.base)
         if chat.whose:  # without a template servers refuse messages
             save_chat_files(path, tokenizer, chat)
 
     write_atomically(Path(config.merge), write)
-    print(f"wrote {config.merge}: {config.base} with {adapter} merged in")
+    print(f"wrote {config.merge}: {config.base} with {adapter} merged in; logits differ by at most {difference:.1e}")
 
 
 def print_answers(config: Config, model: GPT, data: Data, rt: Runtime) -> None:
