@@ -253,7 +253,8 @@ def test_both_styles_are_reported_by_name_written_as_json_and_shown(run, tmp_pat
     assert (tmp_path / "scores.json.1").read_text() == "of an earlier model"
     scores = read_json(tmp_path / "scores.json")["styles"]
     assert list(scores) == ["completion", "harness"]
-    for style in STYLES:
+    for style, unit in (("completion", "token"), ("harness", "character")):
+        assert re.search(rf"acc_norm {scores[style]['acc_norm']:.4f}.*{unit}", result.stdout)
         assert scores[style] == evaluate(model, prepare(rows[:7], small_tokenizer, model.config, style), rt)
         for name in ("acc", "acc_norm", "gold_bpb"):
             assert f"{name} {scores[style][name]:.4f}" in result.stdout
