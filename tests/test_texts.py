@@ -167,7 +167,7 @@ A = lines("one", "two", "three")
 B = lines("four", "five")
 ONE = ["one", "two", "three"]
 ARRAY = json.dumps([{"text": "one"}, {"text": "two"}]).encode()
-# {what: (a file, its content, the documents that come out, or None for an error that names the file)}
+# {what: (a file, its content, the documents that come out, None for an error that names the file, or its row)}
 INPUTS = {
     "an array": ("a.json", b"\xef\xbb\xbf" + ARRAY, ["one", "two"]),
     "an array that was cut short": ("a.json", ARRAY[:-5], None),
@@ -179,7 +179,7 @@ INPUTS = {
     "another encoding": ("a.txt", "研究生".encode("gb18030"), None),
     "a web page": ("a.txt", b"<!DOCTYPE html>\n<p>Log in", None),
     "a pointer of LFS": ("a.txt", b"version https://git-lfs.github.com/spec/v1\n", None),
-    "a quote that is never closed": ("a.csv", b'text\n"one\ntwo\n', None),
+    "a quote that is never closed": ("a.csv", b'text\n"one"\ntwo\n"three\n', 3),
 }  # fmt: skip
 
 
@@ -187,10 +187,11 @@ INPUTS = {
 def test_documents_come_out_or_the_error_names_the_file(tmp_path, what):
     name, content, expected = INPUTS[what]
     folder = write(tmp_path / "folder", {name: content})
-    if expected is None:
-        assert_refused(re.escape(name), read, folder)
-    else:
+    if isinstance(expected, list):
         assert read(folder) == expected
+    else:
+        row = rf".*\b{expected}\b" if expected else ""
+        assert_refused(re.escape(name) + row, read, folder)
 
 
 # ------------------------------------------------------------------------------------------------ rows without text
