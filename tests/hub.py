@@ -18,17 +18,16 @@ class Hub(http.server.ThreadingHTTPServer):
     Each folder in `folder` is the dataset some/NAME of one commit. Files are behind a redirect, as on the real hub. As
     many first requests for a file as `busy` says are answered with 429 and a Retry-After of 2 seconds; `hasty` counts
     those that come earlier.
-    The first download of a file in `cut` ends half-way, with the connection. Each download takes `delay` seconds.
+    Each download takes `delay` seconds.
     """
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
     daemon_threads = True
 
-    def __init__(self, folder: Path, busy: dict[str, int] | None = None, cut: tuple[str, ...] = (), delay: float = 0.0):
+    def __init__(self, folder: Path, busy: dict[str, int] | None = None, delay: float = 0.0):
         super().__init__(("127.0.0.1", 0), HubRequest)
         self.folder = folder
         self.busy = Counter(busy)
-        self.cut = cut
         self.delay = delay
         self.requests: list[tuple[str, str, str | None, int]] = []  # method, path, Range, status
         self.now = self.most = self.hasty = 0  # downloads at this moment, the most at one
@@ -127,15 +126,13 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             first, last = int(begin), min(int(end or last), last)
         body = data[first : last + 1]
         with hub.lock:
-            cut = path.name in hub.cut and not any(path == self.path for _, path, _, _ in hub.requests)
             hub.now += 1
             hub.most = max(hub.most, hub.now)
         time.sleep(hub.delay)
         try:
             headers = dict(Content_Range=f"bytes {first}-{last}/{len(data)}") if span else {}
             headers |= dict(Content_Length=str(len(body)), ETag=f'"{sha256(path)}"')
-            self.answer(206 if span else 200, body[: len(body) // 2] if cut else body, **headers)
-            self.close_connection = cut
+            self.answer(206 if span else 200, body, **headers)
         except OSError:
             pass  # the client was killed
         finally:

@@ -41,13 +41,10 @@ def test_the_default_run_as_a_user_starts_it(tmp_path):
     assert (len(tok), tok.eot_token) == (1024, 1023)
     assert not result.stderr
     printed = re.findall(r"^ *([\d,]+) +([\d,]+) x   (.*) \+ (.*)  →  (.*)$", result.stdout, re.M)
-    numbers = [int(row[0].replace(",", "")) for row in printed]
-    assert numbers == [*range(1, 21), *range(30, 100, 10), *range(100, 767, 100)]
+    assert [int(n) for n, *_ in printed] == [*range(1, 21), *range(30, 100, 10), *range(100, 767, 100)]
     for n, _, a, b, ab in printed:
-        first, second = tok.merges[int(n.replace(",", "")) - 1]
+        first, second = tok.merges[int(n) - 1]
         assert (a, b, ab) == (visible(first), visible(second), visible(first + second))
-    counts = [int(row[1].replace(",", "")) for row in printed]
-    assert counts == sorted(counts, reverse=True)
 
 
 def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
@@ -62,9 +59,6 @@ def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):
     n = len(tok.encode(held_out))
     table = re.findall(r"^ +([\d,]+) +([\d.]+) +([\d.]+)$", out, re.M)
     assert [row[0] for row in table] == ["256", "511"]
-    longest = sorted((a + b for a, b in tok.merges), key=len)[-20:]
-    for said in (f"{len(trained.encode()):,}", f"{len(held_out):,}", " ".join(map(visible, longest)) + "\n"):
-        assert said in out
     assert table[-1] == ("511", f"{len(held_out.encode()) / n:.2f}", f"{len(held_out) / n:.2f}")
 
 
@@ -151,7 +145,7 @@ def saved(tmp_path_factory) -> Path:
     return path
 
 
-def test_two_tokenizers_side_by_side(run_try, saved, monkeypatch):
+def test_two_tokenizers_side_by_side(run_try, saved):
     result = run_try("--tokenizer", saved / "zh", "--compare", saved / "en")
     assert result.returncode == 0, result.stderr
     for name in ("zh", "en"):
@@ -161,9 +155,6 @@ def test_two_tokenizers_side_by_side(run_try, saved, monkeypatch):
             assert f"{title}\n{'|'.join(pieces)}\n" in result.stdout
             n = len(tok.encode(text))
             assert {f"{n}", f"{len(text.encode()) / n:.2f}", f"{len(text) / n:.2f}"} <= set(title.split())
-    assert "\x1b" not in result.stdout
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert "\x1b[" in run_try("--tokenizer", saved / "en", "--compare", saved / "zh").stdout
 
 
 def test_tokens_are_shown_as_text_with_dots_for_parts_of_characters():

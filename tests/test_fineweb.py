@@ -1,8 +1,6 @@
 """Sharding: the same bytes as a plain loop, however the work is split; clear errors."""
 
-import gzip
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from tests.corpora import (
     shard_paths,
     write_parquet,
 )
-from tests.helpers import assert_refused, assert_user_error, files_of, succeed, text_file
+from tests.helpers import assert_refused, assert_user_error, files_of, succeed, text_file, write_lines
 from tests.token_shards import UNFINISHED
 
 # ------------------------------------------------------------------------------------------------------- the same bytes
@@ -59,21 +57,15 @@ def test_a_vocabulary_beyond_16_bits_makes_uint32_shards(corpus, tmp_path, large
     assert tokens.tolist() == plain_tokens(docs[:40], tok)
 
 
-def tokens_of(out_dir: Path) -> list[int]:
-    return np.concatenate([np.load(out_dir / entry["file"]) for entry in read_manifest(out_dir)["shards"]]).tolist()
-
-
 def test_all_kinds_in_one_run_are_the_tokens_of_their_documents(tokenizer, tmp_path):
-    docs = [" ".join(doc.split()) + "." for doc in make_documents(120)]
+    docs = make_documents(90)
     write_parquet(tmp_path / "a.parquet", docs[:30], rows=5)
-    write_parquet(tmp_path / "b.parquet", docs[30:60], rows=1000)
-    lines = "".join(json.dumps({"text": doc}) + "\n" for doc in [*docs[60:70], None, *docs[70:90]])
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    (tmp_path / "d.txt").write_text("\n\n\n".join(docs[90:]))
-    files = tuple(map(str, sorted(tmp_path.glob("[a-d].*"))))
+    write_lines(tmp_path / "b.jsonl", [dict(text=doc) for doc in [*docs[30:70], None, *docs[70:]]])
+    (tmp_path / "c.txt").write_text("one\n\n\ntwo")
+    files = tuple(str(tmp_path / name) for name in ("a.parquet", "b.jsonl", "c.txt"))
     manifest = run_here(files, tmp_path / "shards", tokenizer, shard_size=10_000)
-    docs[90:-1] = [doc + "\n\n\n" for doc in docs[90:-1]]
-    assert tokens_of(tmp_path / "shards") == plain_tokens(docs, Tokenizer.load(tokenizer))
+    tokens = np.concatenate([np.load(path) for path in shard_paths(tmp_path / "shards")])
+    assert tokens.tolist() == plain_tokens([*docs, "one\n\n\n", "two"], Tokenizer.load(tokenizer))
     assert sum(manifest["skipped"].values()) == 1
 
 

@@ -41,20 +41,6 @@ def test_a_busy_hub_gives_the_same_shards_from_few_connections(corpus, hub_folde
 
 
 @pytest.mark.slow
-def test_a_broken_download_is_continued(corpus, hub_folder, tokenizer, tmp_path):
-    cut = ("part_03.parquet", "part_08.parquet")
-    with Hub(hub_folder, cut=cut) as hub:
-        env = hub_environment(hub.url, tmp_path / "home")
-        succeed("fineweb.py", **options("some/corpus/sample/10BT", tmp_path / "shards", tokenizer), env=env)
-    assert_shards(tmp_path / "shards", corpus[1], tokenizer)
-    spans = [(Path(path).name, span) for _, path, span, _ in hub.requests if path.startswith("/blob/")]
-    for name in cut:
-        [whole, rest] = [span for file, span in spans if file == name]
-        assert whole is None
-        assert rest != "bytes=0-"
-
-
-@pytest.mark.slow
 def test_a_killed_run_keeps_the_files_that_it_needs_and_fetches_no_used_one_again(
     corpus, hub_folder, tokenizer, tmp_path
 ):

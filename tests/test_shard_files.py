@@ -9,7 +9,7 @@ from parts.cli import UserError
 from parts.data import Batches, Shard, TokenStream, find_shards
 from parts.shards import verify
 from tests.helpers import assert_refused
-from tests.token_shards import SIZES, VOCAB, T, open_stream, with_manifest, write_shards
+from tests.token_shards import SIZES, T, open_stream, with_manifest, write_shards
 
 
 def write_bin(path: Path, tokens: np.ndarray) -> None:
@@ -50,15 +50,6 @@ def test_shards_of_datatrove_are_read_as_they_are(tmp_path, dtype):
     assert np.array_equal(stream.read(0, len(stream)), tokens[200:])
     assert find_shards(str(tmp_path), "val") == [tmp_path / "00000_00000_shuffled.ds"], "the first one validates"
     assert find_shards(f"{tmp_path}/0000[12]*", "val") == [tmp_path / "00001_00000_shuffled.ds"]
-
-
-def test_wide_ids_and_globs(tmp_path):
-    tokens = write_shards(tmp_path, dtype=np.uint32)
-    write_shards(tmp_path, (40,), "val")
-    (tmp_path / ".x_train_000009.npy.tmp").touch()
-    assert [path.name for path in find_shards(str(tmp_path), "val")] == ["x_val_000000.npy"]
-    paths = find_shards(f"{tmp_path}/x_*_00000[0-2].npy", "train")
-    assert np.array_equal(TokenStream(paths, VOCAB).read(0, sum(SIZES[:3])), tokens[: sum(SIZES[:3])])
 
 
 # ----------------------------------------------------------------------------------------------------------- the digest

@@ -225,24 +225,6 @@ def test_whatever_a_file_asks_for_its_ids_are_those_of_tokenizers(name, content,
     assert_ids_of_tokenizers(tok, changed)
 
 
-# ---- special tokens
-
-
-@pytest.mark.parametrize("special", [" ", "中"])
-def test_a_special_token_of_any_name_keeps_its_id_in_transformers(special, tmp_path):
-    from transformers import AutoTokenizer
-
-    tok = Tokenizer.train([TEXT, "the then" * 99], 320, special_tokens=(ENDOFTEXT, special))
-    tok.save(tmp_path)
-    assert Tokenizer.load(tmp_path).fingerprint == tok.fingerprint
-    for theirs in (AutoTokenizer.from_pretrained(tmp_path), tok.to_transformers()):
-        assert theirs.convert_tokens_to_ids(special) == tok.special_tokens[special]
-        for text in [*TEXTS, f"x{special} y{special}{special}"]:
-            ids = tok.encode(text, allowed_special="all")
-            assert theirs(text)["input_ids"] == ids
-            assert theirs.decode(ids) == text
-
-
 # ---- damaged files
 
 
