@@ -226,7 +226,7 @@ def add_argument(group, name: str, hint, default, comment: str) -> None:
     first, *others = types - {NoneType} or [None]  # of tuple[int, ...] and int | None the int
     many = get_origin(kind) is tuple
     if others or first not in (str, int, float) or get_origin(kind) not in (None, tuple, Union, UnionType, Literal):
-        raise UserError(f"--{name}: choose its type: bool, str, int, float, int | None, tuple[int, ...], Literal of one")
+        raise UserError(f"--{name}: choose its type: bool, str, int, float, int | None, tuple[int, ...], Literal")
     if Positional in get_args(hint):
         nargs = None if default is MISSING else "?"
         if many:
