@@ -33,7 +33,7 @@ from parts.data import (
     summary,
 )
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
-from parts.sources import readable
+from parts.sources import kind_of, readable
 from parts.texts import notes_on, plain_texts, refuse_no_text, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
@@ -153,6 +153,8 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
     """
     place = Path(source)
     texts, notes = plain_texts(source) if place.is_dir() else ([read_text(place)], [])
+    if kind_of(source) not in ("", "text"):
+        notes.append(f"{source} is read as plain text, keys and quotes included; for its rows use fineweb.py --source")
     firsts = [text[: int(len(text) * TRAIN_FRACTION)] for text in texts]  # by characters: the same for every tokenizer
     rests = [text[len(first) :] for text, first in zip(texts, firsts, strict=True)]
     parts = {"val": list(chain(*map(texts_of, rests))), "train": list(chain(*map(texts_of, firsts)))}
