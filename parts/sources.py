@@ -144,7 +144,7 @@ def readable(what: str) -> Iterator[None]:
         reason = " ".join([str(e) or type(e).__name__, *getattr(e, "__notes__", [])])
         remedy = "check name, network and HF_ENDPOINT, or pass local files"
         if os.path.exists(what):
-            remedy = "fix it, or pass other files"
+            remedy = "save it as UTF-8 text" if isinstance(e, UnicodeDecodeError) else "fix it, or pass other files"
         raise UserError(f"cannot read {what}: {reason[-300:]}; {remedy}") from e
 
 
