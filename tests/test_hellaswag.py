@@ -353,3 +353,27 @@ def test_two_ranks_score_as_one(run, checkpoint, tmp_path, n):
         for name in ("log_likelihoods", "gold_bpb", "gold_bpb_stderr"):
             np.testing.assert_allclose(one[style].pop(name), two[style].pop(name), atol=1e-5)
     assert one == two
+
+
+OTHER_WEIGHTS = f"""\
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from safetensors import torch as files
+real = files.load_file
+files.load_file = lambda *args: {{name: tensor + int(os.environ["RANK"]) for name, tensor in real(*args).items()}}
+import hellaswag
+from parts.cli import script
+script(hellaswag.main)
+"""
+
+
+def test_ranks_with_other_weights_score_nothing(checkpoint, tmp_path):
+    """As where nodes have different files under one name."""
+    (tmp_path / "score.py").write_text(OTHER_WEIGHTS)
+    data = write_lines(tmp_path / "rows.jsonl", make_rows(3))
+    options = dict(data=data, device="cpu", dtype="float32", json=tmp_path / "scores.json")
+    done = fork_script(tmp_path / "score.py", checkpoint, ranks=2, **options)
+    assert done.returncode == 2
+    assert str(checkpoint) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "scores.json").exists()

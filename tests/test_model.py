@@ -170,8 +170,10 @@ def test_a_model_of_the_hub_is_downloaded_once(saved, monkeypatch):
 
 
 def test_pickled_weights_are_not_read_and_the_remedy_is_named(saved):
-    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
-    assert_refused("model.safetensors", open_model, saved)
+    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    for read in (open_model, GPT.from_pretrained):
+        assert_refused("model.safetensors", read, saved)
 
 
 @pytest.mark.parametrize("n", [3, math.nan])
