@@ -84,9 +84,9 @@ LONG_SHARD = 20_000  # tokens
 
 @pytest.fixture(scope="session")
 def long_corpus(tmp_path_factory) -> Path:
-    """Enough to be at work for a second or two: 8 files of half a million characters."""
+    """Enough to be at work for a second: 5 files of half a million characters."""
     folder = tmp_path_factory.mktemp("long")
-    for i in range(8):
+    for i in range(5):
         write_parquet(folder / f"part_{i:02d}.parquet", make_documents(250, seed=i))
     return folder
 
@@ -118,20 +118,20 @@ def start(long_corpus, tokenizer, tmp_path, inline):
     return lambda: start_script("fineweb.py", **words), finish
 
 
-def test_three_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
+def test_two_kills_at_random_moments_change_nothing(start, long_shards, tmp_path):
     out_dir = tmp_path / "shards"
     rng = random.Random(0)
     begin, finish = start
-    for attempt in range(3):
+    for middle in (True, False):
         process = begin()
-        if attempt != 1:  # somewhere in the middle of the work, however fast the machine is; else while it starts
+        if middle:  # of the work, however fast the machine is; else while it starts
             wait_until(partial(has_more_shards, out_dir, count_shards(out_dir) + 3, process))
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
         process.communicate()
     killed = count_shards(out_dir)
     finish()
-    assert 8 <= killed < count_shards(out_dir), "the kills came before or after the work"
+    assert 4 <= killed < count_shards(out_dir), "the kills came before or after the work"
     assert_same_files(out_dir, long_shards)
 
 

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import pytest
-import regex
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
 from bpe import minimal, tokenizer
-from bpe.chunks import BYTE_ORDER, PATTERNS, splitter
+from bpe.chunks import BYTE_ORDER, PATTERNS
 from bpe.formats import CHAR_TO_BYTE, ENDOFTEXT
 from bpe.tokenizer import Tokenizer
 from bpe.training import TIE_BREAKS, find_merges
@@ -147,14 +146,6 @@ def test_a_quarter_of_a_million_letters_without_a_space():
     tok = Tokenizer.train([text], 300)
     assert [len(a + b) for a, b in tok.merges[:17]] == [2**n for n in range(1, 18)]
     assert Tokenizer(tok.merges[:4]).encode(text) == [259] * 2**14
-
-
-def test_a_long_line_is_worked_on_in_blocks_whose_chunks_are_those_of_the_whole():
-    pattern = PATTERNS["gpt2"][0]
-    line = " ".join(TEXTS["english"][0].split())
-    blocks = list(splitter(pattern).blocks(line, 1000))
-    assert max(map(len, blocks)) < 1100
-    assert list(chain.from_iterable(map(splitter(pattern).split, blocks))) == regex.findall(pattern, line)
 
 
 # ---- encoding
