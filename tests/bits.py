@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from safetensors import safe_open
+
 CPU = ["--device", "cpu", "--dtype", "float32", "--threads", "1"]
 TRAIN = ["--compile", "off", "--attention", "flash", *CPU]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -129,18 +131,15 @@ def show(name: str, value) -> None:
     print(hashlib.sha256(json.dumps(value).encode()).hexdigest(), name, flush=True)
 
 
-def show_tensors(name: str, path: Path) -> None:
+def show_tensors(title: str, path: Path) -> None:
     """Print the sha256 of the tensors of a .safetensors: names, dtypes, shapes and numbers, in order of their names."""
-    content = path.read_bytes()
-    start = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:start])
-    header.pop("__metadata__", None)
-    found = []
-    for tensor, about in sorted(header.items()):
-        first, last = about["data_offsets"]
-        numbers = hashlib.sha256(content[start + first : start + last]).hexdigest()
-        found.append([tensor, about["dtype"], about["shape"], numbers])
-    show(name, found)
+    with safe_open(path, "np") as file:
+        found = []
+        for name in sorted(file.keys()):
+            about = file.get_slice(name)
+            numbers = hashlib.sha256(file.get_tensor(name).tobytes()).hexdigest()
+            found.append([name, about.get_dtype(), about.get_shape(), numbers])
+    show(title, found)
 
 
 def read_json(path: Path):

@@ -216,6 +216,15 @@ def resume_table(page: str) -> dict[str, str]:
     return {name: said for names, said in lines for name in re.findall(r"`(\w+)`", names)}
 
 
+def assert_refused_by_name(door, run: Path, page: str, constants: dict, other: dict) -> None:
+    """What the table calls refused is, and changes nothing."""
+    before = files_of(run)
+    for name, said in resume_table(page).items():
+        if said == "refused" and name in other:
+            door.error(name, **constants | dict(resume=True) | {name: other[name]})
+    assert files_of(run) == before
+
+
 def assert_changes_take_effect(train, run: Path, page: str, constants: dict, other: dict) -> dict:
     """Resume `run` with the values in `other` of all constants that the table says take effect; returns them."""
     effective = [name for name, said in resume_table(page).items() if said == "takes effect"]

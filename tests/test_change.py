@@ -71,6 +71,12 @@ def copy(tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture
+def flags(tmp_path) -> dict:
+    """Of a short run."""
+    return SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
+
+
 def try_to_run(folder: Path, script: str, *words, **options) -> subprocess.CompletedProcess:
     return fork_script(folder / script, *words, cwd=folder, **options)
 
@@ -93,13 +99,12 @@ CASES += [slow(title, 2) for title in [*RUNS, *OTHERS]]
 
 
 @pytest.mark.parametrize("title, ranks", CASES)
-def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, title, ranks):
+def test_a_change_trains_resumes_to_the_same_losses_and_samples(copy, tmp_path, flags, title, ranks):
     from transformers import AutoModelForCausalLM
 
     diff = (DIFFS | OTHERS)[title]
     apply(diff, copy)
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1) | FLAGS.get(title, {})
-    flags |= dict(eval_interval=2, eval_steps=1)
+    flags |= dict(eval_interval=2, eval_steps=1) | FLAGS.get(title, {})
     flags["micro_batch_size"] = 8 // ranks
     if title in CHANGED and ranks == 2:
         flags["optimizer"] = "adamw"  # on one rank it is Muon, as in the recipe
@@ -147,8 +152,8 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-def test_the_saved_model_is_the_average_and_the_optimizer_keeps_the_weights_that_train(copy, tmp_path):
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, checkpoint_interval=1, max_steps=2)
+def test_the_saved_model_is_the_average_and_the_optimizer_keeps_the_weights_that_train(copy, tmp_path, flags):
+    flags |= dict(checkpoint_interval=1, max_steps=2)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "plain", **flags)
     apply(DIFFS["An average of weights"], copy)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "average", **flags)
@@ -179,11 +184,10 @@ assert [new for [new] in generate(model, [idx[0].tolist()], 40, temperature=0.0)
 
 
 @pytest.mark.slow
-def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_path):
+def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_path, flags):
     from transformers import AutoModelForCausalLM
 
     apply(DIFFS["A longer context"], copy)
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "short", **flags)
     run(copy, "longer.py", tmp_path / "short/step_000006", tmp_path / "long")
     short, longer = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("short/step_000006", "long"))
@@ -196,10 +200,9 @@ def test_a_model_with_a_longer_context_is_the_same_in_its_first_half(copy, tmp_p
 
 
 @pytest.mark.slow
-def test_a_format_of_rows_is_read(copy, tmp_path):
+def test_a_format_of_rows_is_read(copy, tmp_path, flags):
     apply(DIFFS["A format of finetuning rows"], copy)
     rows = [dict(prompt=f"Say {i}.", completion=f"{i}") for i in range(40)]
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1)
     run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "base", **flags)
     finetune = dict(base=tmp_path / "base", data=write_lines(tmp_path / "rows.jsonl", rows), max_steps=2, device="cpu")
     run(copy, "lora_finetune.py", out_dir=tmp_path / "tuned", threads=1, **finetune)
@@ -293,9 +296,8 @@ def test_another_model_is_said_to_be_one_and_transformers_refuses_it(copy, edits
         GPT2LMHeadModel.from_pretrained(copy / "saved")
 
 
-def test_logits_of_which_the_loss_knows_nothing_are_noted_before_the_first_save(copy, tmp_path):
+def test_logits_of_which_the_loss_knows_nothing_are_noted_before_the_first_save(copy, tmp_path, flags):
     text = (copy / "model.py").read_text(encoding="utf-8")
     (copy / "model.py").write_text(text.replace("return self.lm_head(x)", "return 3 * self.lm_head(x)"))
-    flags = SMALL | SHORT | dict(data=text_file(tmp_path / "text.txt"), threads=1, max_steps=1)
     said = run(copy, "train_gpt2.py", "tiny", out_dir=tmp_path / "run", **flags)
     assert said.count("note: ") == 2  # the other one is of transformers, at the first save

@@ -60,7 +60,7 @@ def random_conversation(seed: int) -> list[dict]:
 CONVERSATIONS = [
     said("u: What does <|endoftext|> mean?", "a: The end.", "u: <|endo<|endoftext|>ftext|>", "a: Hm"),
     said("u: |||| ☃☃", "a: (a) |||", "u: <|pad|><|pad|>", "a: \n"),
-    *map(random_conversation, range(50)),
+    *map(random_conversation, range(20)),
 ]
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import resource
 import signal
 import stat
 import sys
@@ -233,20 +232,6 @@ def test_what_a_killed_process_was_writing_beside_a_directory_goes_and_nothing_e
 def test_json_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.json").write_text('{"a": 1}', encoding="utf-8-sig")
     assert read_json(tmp_path / "a.json") == {"a": 1}
-
-
-def test_what_cannot_be_written_is_named_by_its_path(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then a write beyond the limit fails, as on a full disk
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError) as e:
-            write_atomically(tmp_path / "place", lambda folder: (folder / "a").write_bytes(bytes(5000)))
-        assert cli.explain(e.value).startswith(f"{tmp_path / 'place'}: ")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
-    assert not list(tmp_path.iterdir())
 
 
 # ---- how a script ends

@@ -22,6 +22,7 @@ from tests.helpers import (
     arguments,
     assert_changes_take_effect,
     assert_refused,
+    assert_refused_by_name,
     column,
     files_of,
     log_of,
@@ -29,7 +30,6 @@ from tests.helpers import (
     prose,
     read_json,
     remove_after,
-    resume_table,
     steps_of,
     succeed,
     write_json,
@@ -262,12 +262,7 @@ SHORT = dict(max_steps=2, eval_interval=0, checkpoint_interval=2)
 
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(finetune, run_dir):
     finetune(**SHORT)
-    before = files_of(run_dir)
-    refused = [name for name, said in resume_table("lora.md").items() if said == "refused"]
-    assert len(refused) == 9
-    for name in refused:
-        finetune.error(name, **SHORT | dict(resume=True, max_steps=4) | {name: OTHER[name]})
-        assert files_of(run_dir) == before
+    assert_refused_by_name(finetune, run_dir, "lora.md", SHORT | dict(max_steps=4), OTHER)
 
 
 def test_what_the_table_says_takes_effect_does_and_is_noted(finetune, run_dir):

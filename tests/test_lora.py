@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from parts import lora
@@ -62,21 +61,16 @@ def test_the_factors_start_as_in_the_paper():
 
 
 def test_dropout_is_on_the_bypass_only_and_off_in_evaluation():
-    model = lora.add_lora(small_gpt(), LoRAConfig(4, 8.0, dropout=0.5, targets=("c_fc",)))
-    module = model.transformer.h[0].mlp.c_fc
-    x = torch.randn(4, 9, 32)
-    plain = torch.nn.Linear(32, 128)
-    plain.weight = module.weight
-    plain.bias = module.bias
-    torch.manual_seed(3)
-    assert torch.equal(module.train()(x), plain(x))  # zero up-projection: whatever is dropped
+    torch.manual_seed(0)
+    module = lora.LoRALinear(torch.nn.Linear(32, 128), LoRAConfig(4, 8.0, dropout=0.5))
     torch.nn.init.ones_(module.lora_B)
+    x = torch.randn(9, 32)
+    plain = F.linear(x, module.weight, module.bias)
     torch.manual_seed(3)
-    dropped = module(x)
+    dropped = module.train()(x)
     torch.manual_seed(3)
-    bypass = F.linear(F.dropout(x, 0.5), module.lora_A).sum(-1, keepdim=True) * module.scale
-    assert torch.allclose(dropped, plain(x) + bypass, atol=1e-5)
-    assert torch.allclose(module.eval()(x), plain(x) + F.linear(x, module.lora_A).sum(-1, keepdim=True) * 2, atol=1e-5)
+    torch.testing.assert_close(dropped, plain + 2 * F.dropout(x, 0.5) @ module.lora_A.T @ module.lora_B.T)
+    torch.testing.assert_close(module.eval()(x), plain + 2 * x @ module.lora_A.T @ module.lora_B.T)
 
 
 @pytest.mark.parametrize("targets", SUBSETS, ids=",".join)
@@ -248,7 +242,7 @@ def settings_with(path, **changes) -> None:
 
 @pytest.mark.parametrize(
     "harm, words",
-    [("cut", TENSORS), ("missing", TENSORS), ("a block", r"\.h\.1\."), ("all", "c_attn"), ("table", "wte")],
+    [("cut", TENSORS), ("missing", TENSORS), ("a block", r"\.h\.1\."), ("table", "wte")],
 )
 def test_tensors_that_cannot_be_used_are_refused_in_one_line(saved, harm, words):
     file = saved / TENSORS
@@ -260,8 +254,6 @@ def test_tensors_that_cannot_be_used_are_refused_in_one_line(saved, harm, words)
             file.unlink()
         case "a block":
             save_file({name: tensor for name, tensor in tensors.items() if ".h.1." not in name}, file)
-        case "all":
-            save_file({}, file)
         case "table":
             save_file({"base_model.model.transformer.wte.lora_embedding_A": torch.ones(4, 320)}, file)
     assert_refused(words, load_adapter, small_gpt(), saved)
@@ -299,22 +291,14 @@ def test_what_makes_no_scale_is_refused(r, alpha):
     assert_refused(rf"\b{r}\b", LoRAConfig, r, alpha)
 
 
-def test_autocast_casts_the_weights_of_a_merged_model_once_as_those_of_a_plain_one():
-    def casts(model: GPT) -> int:
-        counted = []
+def test_a_merged_model_has_the_parameters_of_a_plain_one():
+    """Also whether they take gradients: autocast casts a weight that takes none at each use."""
 
-        class Count(TorchDispatchMode):
-            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-                counted.extend([1] if function is torch.ops.aten._to_copy.default else [])
-                return function(*args, **(kwargs or {}))
-
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Count():
-            for _ in range(3):
-                model(tokens(1, 8))
-        return len(counted)
+    def parameters(model: GPT) -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in model.named_parameters()}
 
     merged = lora.remove_lora(lora.merge(adapted(small_gpt(), ("c_fc",))))
-    assert casts(merged.eval()) == casts(small_gpt().eval()) > 8
+    assert parameters(merged) == parameters(small_gpt())
 
 
 def test_of_a_run_the_newest_checkpoint_counts_and_else_its_result(tmp_path):

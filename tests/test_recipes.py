@@ -11,17 +11,14 @@ from parts.optim import learning_rate
 
 RECIPES = train_gpt2.RECIPES
 
-# Brown et al. 2020, table 2.1: GPT-3 Small, Medium, Large, XL, which are about as large as the four sizes of GPT-2
-GPT3_LEARNING_RATE = {"gpt2": 6.0e-4, "gpt2-medium": 3.0e-4, "gpt2-large": 2.5e-4, "gpt2-xl": 2.0e-4}
-GPT3_BATCH_SIZE = {"gpt2": 0.5e6, "gpt2-medium": 0.5e6, "gpt2-large": 0.5e6, "gpt2-xl": 1e6}  # tokens
-# of the released weights, the tied head counted once
-GPT2_PARAMETERS = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
+# parameters of the released weights, the tied head counted once; learning rate and batch of the GPT-3 that is about as
+# large (Brown et al. 2020, table 2.1: Small, Medium, Large, XL)
+SIZES = {
+    "gpt2": (124_439_808, 6.0e-4, 0.5e6),
+    "gpt2-medium": (354_823_168, 3.0e-4, 0.5e6),
+    "gpt2-large": (774_030_080, 2.5e-4, 0.5e6),
+    "gpt2-xl": (1_557_611_200, 2.0e-4, 1e6),
 }
-SIZES = list(GPT2_PARAMETERS)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -29,7 +26,7 @@ def test_a_recipe_trains_the_model_that_was_released(size):
     recipe = RECIPES[size]
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd))
-    assert model.num_params() == GPT2_PARAMETERS[size]
+    assert model.num_params() == SIZES[size][0]
     assert recipe.n_embd / recipe.n_head == 64  # channels of a head, in all four
     assert recipe.sequence_length == 1024
 
@@ -38,8 +35,8 @@ def test_a_recipe_trains_the_model_that_was_released(size):
 def test_constants_are_those_of_the_gpt3_of_that_size(size):
     """Brown et al. 2020, appendix B; once over FineWeb-Edu's 10 billion tokens."""
     recipe = RECIPES[size]
-    assert recipe.max_lr == GPT3_LEARNING_RATE[size]
-    assert recipe.total_batch_size == pytest.approx(GPT3_BATCH_SIZE[size], rel=0.05)
+    assert recipe.max_lr == SIZES[size][1]
+    assert recipe.total_batch_size == pytest.approx(SIZES[size][2], rel=0.05)
     assert math.log2(recipe.total_batch_size).is_integer()
     assert (recipe.optimizer, recipe.beta1, recipe.beta2, recipe.eps) == ("adamw", 0.9, 0.95, 1e-8)
     assert (recipe.weight_decay, recipe.grad_clip, recipe.dropout) == (0.1, 1.0, 0)

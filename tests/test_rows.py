@@ -12,7 +12,6 @@ from parts import chat
 from parts.conversations import (
     IGNORED,
     Example,
-    collate,
     encode_rows,
     global_batch,
     load_rows,
@@ -27,13 +26,6 @@ from tests.helpers import ROOT, assert_refused, write_json, write_lines
 
 def encode(rows: list[dict], tokenizer, sequence_length=1000) -> list[Example]:
     return encode_rows([messages_of(r, "") for r in rows], chat.our_chat(tokenizer), sequence_length)
-
-
-def test_the_places_of_a_micro_batch_are_where_its_targets_are_predicted():
-    long = Example(np.arange(1, 6), np.array([IGNORED, 1, 2, IGNORED, 4]))  # each token is followed by its predecessor
-    idx, scored, places = collate([long, Example(np.arange(1, 3), np.array([0, IGNORED]))])
-    assert idx.tolist() == [[1, 2, 3, 4, 5], [1, 2, 0, 0, 0]]
-    assert (idx.flatten()[places] - 1).tolist() == scored.tolist() == [[1, 2, 4, 0]]
 
 
 def test_every_answer_and_its_end_are_targets_and_nothing_else_is(small_tokenizer):
@@ -173,7 +165,7 @@ UNREAD = [
     ([PLAIN | dict(label=n % 2 == 0) for n in range(6)], ["label", "6", "true", "3", "false", "3"]),
     ([PLAIN | dict(id=n) for n in range(4)], ["id", "4"]),  # too many values to be shown
     ([dict(messages=[CHAT[0], CHAT[1] | dict(weight=0)], tools=None)], ["weight", "1", "0", "1"]),
-    ([PLAIN], []),
+    ([PLAIN, dict(instruction="Hi there", input=None, output="Ho", messages=None)], []),
 ]
 
 
@@ -182,15 +174,6 @@ def test_each_key_that_is_not_read_is_counted_with_its_values_where_they_are_few
     conversations, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
     assert conversations == [CHAT] * len(rows)
     assert re.findall(r"\d+|true|false|label|id|weight", capsys.readouterr().out) == expected
-
-
-def test_instructions_and_messages_are_read_alike(tmp_path):
-    rows = [row("Hi", "Ho", "there"), row("Say", "x"), dict(instruction="Hm", input=None, output="y", messages=None)]
-    messages = [dict(messages=messages_of(r, "")) for r in rows]
-    plain, _ = load_rows(str(write_json(tmp_path / "rows.json", rows)))
-    chats, _ = load_rows(str(write_json(tmp_path / "messages.json", messages)))
-    assert plain == chats
-    assert plain[0] == said("u: Hi there", "a: Ho")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "folder"])

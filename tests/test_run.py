@@ -25,12 +25,12 @@ from tests.helpers import (
     arguments,
     assert_changes_take_effect,
     assert_refused,
+    assert_refused_by_name,
     assert_user_error,
     column,
     files_of,
     log_of,
     read_json,
-    resume_table,
     steps_of,
     weights,
 )
@@ -116,21 +116,6 @@ def test_overwrite_renames_the_old_run_and_deletes_none(short, tmp_path):
         assert len(log_of(run, "train")) == max_steps
         assert not (run / "notes").exists()
     short(out="run.1", max_steps=8, resume=True)  # the old one can be continued
-
-
-def test_an_old_run_that_cannot_be_renamed_is_unchanged(short, run_dir, monkeypatch):
-    short()
-    before = files_of(run_dir)
-    real = Path.rename
-
-    def rename(path, target):
-        if path == run_dir:
-            raise OSError(errno.EBUSY, "Device or resource busy", str(path))  # as a mount point
-        return real(path, target)
-
-    monkeypatch.setattr(Path, "rename", rename)
-    short.error("Device or resource busy", str(run_dir), overwrite=True)
-    assert files_of(run_dir) == before
 
 
 def test_runs_stay_on_the_disk_that_out_dir_links_to(short, tmp_path, run_dir):
@@ -246,10 +231,7 @@ OTHER = dict(
 
 def test_what_the_table_calls_refused_is_refused_by_name_and_changes_nothing(short, run_dir):
     short()
-    before = files_of(run_dir)
-    for name in [name for name, said in resume_table("run.md").items() if said == "refused" and name in OTHER]:
-        short.error(name, resume=True, max_steps=9, **{name: OTHER[name]})
-    assert files_of(run_dir) == before
+    assert_refused_by_name(short, run_dir, "run.md", dict(max_steps=9), OTHER)
 
 
 def test_what_the_table_says_takes_effect_does_and_is_noted(train, short, run_dir):

@@ -113,8 +113,8 @@ def test_the_seed_decides_the_texts_and_each_of_them_is_another(run):
     assert [text for _, text in texts[64:]] != [text for _, text in texts[:6]]  # the second batch draws other numbers
 
 
-@pytest.mark.parametrize("asked, given", [(10, 10), (200, 42)])  # a third of the context of 128
-@pytest.mark.parametrize("n", [5, 8])  # long first messages: the last leaves no room for the second turn
+# n: how long the first message is; given: at most a third of the context of 128
+@pytest.mark.parametrize("n, asked, given", [(5, 10, 10), (8, 200, 42)])
 def test_a_chat_continues_the_form_that_was_trained_and_forgets_the_oldest_turns(
     run, base, small_tokenizer, n, asked, given
 ):

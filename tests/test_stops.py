@@ -192,17 +192,6 @@ def test_what_a_killed_run_was_writing_goes_and_nothing_else(short, run_dir):
     assert [name for name in names if (run_dir / name).exists()] == [".notes.123.tmp", ".log.jsonl.mine.tmp"]
 
 
-@pytest.mark.slow
-def test_a_run_killed_before_its_first_checkpoint_starts_again(short, tmp_path, run_dir):
-    process = start(tmp_path, **SHORT | dict(max_steps=100_000, checkpoint_interval=0))
-    wait_for_steps(run_dir, 3, process)
-    process.kill()
-    process.communicate()
-    short(resume=True)
-    short(out="undisturbed")
-    assert losses(run_dir) == losses(tmp_path / "undisturbed")
-
-
 # ---- a target
 
 

@@ -63,7 +63,7 @@ def converse(inline, monkeypatch):
     return call
 
 
-def expected(path: Path, ends: list[int] | None = None) -> tuple[str, list[int]]:
+def expected(path: Path) -> tuple[str, list[int]]:
     """The same conversation held by transformers alone, and the number of tokens of each answer."""
 
     from transformers import AutoTokenizer, GPT2LMHeadModel
@@ -76,8 +76,7 @@ def expected(path: Path, ends: list[int] | None = None) -> tuple[str, list[int]]
     for text in SAID:
         messages.append(dict(role="user", content=text))
         read = reader.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        options = dict(eos_token_id=ends) if ends else {}
-        out = model.generate(**read, max_new_tokens=LONGEST, do_sample=False, pad_token_id=0, **options)
+        out = model.generate(**read, max_new_tokens=LONGEST, do_sample=False, pad_token_id=0)
         out = out[0, read["input_ids"].shape[1] :]
         lengths.append(len(out))
         answer = reader.decode(out, skip_special_tokens=True)

@@ -61,25 +61,6 @@ class Watch(ExitStack):
             self.enter_context(mode)
 
 
-PLANTED = [
-    lambda t: bool(t.sum() > 0),
-    lambda t: t.tolist(),
-    lambda t: t.to("cpu", torch.float64),
-    lambda t: t[t > 0],
-]
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_what_waits_is_seen(planted):
-    watch = Watch()
-    t = torch.ones(3)
-    watch.start()
-    planted(t)
-    watch.close()
-    torch.ones(()).item()  # nothing afterwards
-    assert 0 < len(watch.found) <= 2
-
-
 @pytest.mark.parametrize("optimizer, dtype", [("adamw", "float16"), ("muon", "bfloat16")])
 def test_nothing_in_the_loop_s_body_waits_for_the_device(train, run_dir, monkeypatch, optimizer, dtype):
     watch = Watch()
