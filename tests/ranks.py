@@ -31,6 +31,7 @@ from tests.helpers import draw_nothing, seeded, spoil_gradients, write_json
 
 FAULT_STEP = 3
 OTHER_WEIGHTS = "other weights"  # on the last rank, from FAULT_STEP on, as faulty memory gives it
+OTHER_MOMENTS = "other moments"  # which the last rank reads from its checkpoint
 RANDOM_DEPTH = "random depth"  # each rank leaves out blocks of its own, which then have no gradient
 
 
@@ -97,6 +98,18 @@ def leave_out_blocks(patch) -> None:
     patch.setattr(Block, "forward", forward)
 
 
+def change_moments(patch) -> None:
+    real = torch.load
+
+    def load(*args, **options):
+        state = real(*args, **options)
+        moments = state["optimizer"]["optimizers"][0]["state"][0]
+        moments["exp_avg"] = moments["exp_avg"] + 1e-3
+        return state
+
+    patch.setattr(torch, "load", load)
+
+
 FAULTS = {"inf before exchange": inf_before_exchange, "inf after exchange": inf_after_exchange}
 
 
@@ -135,6 +148,8 @@ def run(args: list[str], fault: str | None = None) -> None:
         patch.setattr(sys, "argv", ["train_gpt2.py", *args])
         if fault == RANDOM_DEPTH:
             leave_out_blocks(patch)
+        if fault == OTHER_MOMENTS and rank == world_size - 1:
+            change_moments(patch)
         if fault in FAULTS and rank == world_size - 1:
             FAULTS[fault](patch, steps)
         error = ""
@@ -143,7 +158,7 @@ def run(args: list[str], fault: str | None = None) -> None:
         except UserError as e:
             error = str(e)
     ranks = [None] * world_size
-    dist.all_gather_object(ranks, dict(checksum=checksum(trained[0]), seeds=seeds, error=error))
+    dist.all_gather_object(ranks, dict(checksum=trained and checksum(trained[0]), seeds=seeds, error=error))
     if rank == 0:
         write_json(out_dir / "ranks.json", ranks)
 

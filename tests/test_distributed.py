@@ -13,7 +13,7 @@ from model import GPT
 from parts.checkpoint import checkpoint_steps
 from tests.forks import fork_script
 from tests.helpers import SMALL, arguments, column, log_of, quietly, read_json, remove_after, text_file
-from tests.ranks import FAULTS, OTHER_WEIGHTS, OUT_OF_MEMORY, RANDOM_DEPTH
+from tests.ranks import FAULTS, OTHER_MOMENTS, OTHER_WEIGHTS, OUT_OF_MEMORY, RANDOM_DEPTH
 
 # 24 sequences a step: 6, 3 and 2 micro-steps on 1, 2 and 3 ranks
 STEP = SMALL | dict(optimizer="adamw", total_batch_size=768, micro_batch_size=4, max_steps=6, eval_interval=6,
@@ -86,6 +86,8 @@ def two_ranks(folder):
     faulty = dict(max_steps=4, checkpoint_interval=1, eval_interval=1)
     jobs = [dict(args=args(folder, f"2-{name}", **changes)) for name, changes in RUNS.items()]
     jobs += [dict(args=args(folder, fault, **faulty), fault=fault) for fault in (*FAULTS, OTHER_WEIGHTS, RANDOM_DEPTH)]
+    shutil.copytree(folder / "1-adamw", folder / OTHER_MOMENTS)
+    jobs.append(dict(args=args(folder, OTHER_MOMENTS, max_steps=9, resume=True), fault=OTHER_MOMENTS))
     jobs += [dict(kind=kind, file=str(folder / f"{kind}.json")) for kind in OUT_OF_MEMORY]
     on_ranks(2, jobs)
     return folder
@@ -166,6 +168,13 @@ def test_a_rank_with_other_weights_ends_the_run_on_all_ranks_before_a_checkpoint
     assert one == two
     assert "step 3" in one
     assert [step for step, _ in checkpoint_steps(run)] == [1, 2]
+
+
+def test_a_rank_that_resumes_with_other_moments_ends_the_run_before_its_first_step(two_ranks):
+    run = two_ranks / OTHER_MOMENTS
+    one, two = (rank["error"] for rank in ranks_of(run))
+    assert one == two != ""
+    assert column(run, "train", "step") == column(two_ranks / "1-adamw", "train", "step")
 
 
 def test_a_model_of_which_ranks_leave_out_parts_trains(two_ranks):
