@@ -16,7 +16,7 @@ from parts.checkpoint import checkpoint_steps, load_train_state
 from parts.cli import UserError
 from parts.loss import plain_cross_entropy
 from parts.optim import make_optimizer
-from tests.helpers import column, losses, seeded, spoil_gradients, weights
+from tests.helpers import assert_refused, column, losses, seeded, spoil_gradients, weights
 from tests.test_model import small
 from train_gpt2 import Config
 
@@ -131,6 +131,11 @@ def test_attention_follows_from_the_precision_on_a_processor(dtype, length, expe
     rt = runtime.Runtime.setup("cpu", dtype)
     assert trials.choose_attention("auto", rt, length) == expected
     assert [trials.choose_attention(given, rt, length) for given in ("flash", "naive")] == ["flash", "naive"]
+
+
+def test_a_name_that_nobody_has_added_names_the_function_to_extend(rt):
+    assert_refused("window_2.* choose_attention ", trials.choose_attention, "window_2", rt, 64)
+    assert_refused("float8_2.* _choose_dtype ", runtime.Runtime.setup, "cpu", "float8_2")
 
 
 def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens(rt):

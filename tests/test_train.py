@@ -170,6 +170,8 @@ def test_a_rise_of_validation_names_the_best_checkpoint(train, run_dir):
     write_lines(run_dir / "log.jsonl", log)
     result = train(max_steps=8, keep_checkpoints=1, resume=True, **options)
     assert f"{run_dir}/step_000004" in result.stdout
+    gap = column(run_dir, "val", "loss")[-1] - column(run_dir, "train", "loss")[-1]
+    assert f" {abs(gap):.2f} " in result.stdout
     assert steps_of(run_dir) == [4, 8]
 
 
