@@ -49,7 +49,7 @@ from parts.huggingface import read_config, read_model
 from parts.loss import loss_of_rows
 from parts.optim import Optimizer, learning_rate, make_optimizer, muon_height
 from parts.plan import print_plan
-from parts.run import Run, RunDirectory, continue_constants
+from parts.run import Run, RunDirectory, continue_constants, flag
 from parts.runtime import Runtime, checkpoint_activations, make_deterministic, prefetch, profiled
 from parts.shards import Shards, open_shards
 from parts.trials import choose_attention, find_micro_batch_size, print_duration
@@ -458,7 +458,7 @@ def build_model(config: Config, shape: GPTConfig, source: Path | None) -> GPT:
         model = read_model(source, shape.dropout, shape.attention)
         for name, stored in vars(model.config).items():
             if stored != getattr(shape, name):
-                raise UserError(f"{source} has {name} {stored}, not {getattr(shape, name)}; pass --{name} {stored}")
+                raise UserError(f"{source} has {name} {stored}, not {getattr(shape, name)}; pass {flag(name, stored)}")
     else:
         model = GPT(shape)
     if config.activation_checkpointing:
