@@ -34,7 +34,7 @@ def load_rows(data: str) -> tuple[list[list[dict]], set[int]]:
     of those that are held out. Raise UserError for a row that is no conversation."""
     rows = rows_of(data)
     conversations = [messages_of(row, f"row {number} of {data}") for number, row in enumerate(rows, start=1)]
-    held_out = {i for i, row in enumerate(rows) if str(row.get("held_out")).lower() in ("true", "1", "yes")}
+    held_out = {i for i, row in enumerate(rows) if str(row.get("held_out")).lower() in ("true", "1", "1.0", "yes")}
     print_unread_keys(rows)
     return conversations, held_out
 

@@ -81,11 +81,12 @@ def test_equal_rows_never_stand_on_both_sides():
 
 
 def test_rows_that_say_so_are_held_out_and_no_others(tmp_path):
-    rows = [row("Hi", str(n)) | dict(held_out=n < 3) for n in range(40)]
+    marks = [True, 1.0, "yes", *[0.0, "no", None] * 13]
+    rows = [row("Hi", str(n)) | dict(held_out=mark) for n, mark in enumerate(marks)]
     conversations, held_out = load_rows(str(write_json(tmp_path / "rows.json", rows)))
     train, val = split_rows(conversations, held_out, 1000, seed=5)
     assert sorted(int(found[-1]["content"]) for found in val) == [0, 1, 2]
-    assert len(train) == 37
+    assert len(train) == 39
 
 
 def test_questions_hold_out_phrasings_of_facts_that_are_trained_on():
