@@ -40,11 +40,9 @@ def test_the_default_run_as_a_user_starts_it(tmp_path):
     tok = Tokenizer.load(tmp_path / "out/bpe")
     assert (len(tok), tok.eot_token) == (1024, 1023)
     assert not result.stderr
-    printed = re.findall(r"^ *([\d,]+) +([\d,]+) x   (.*) \+ (.*)  →  (.*)$", result.stdout, re.M)
-    assert [int(n) for n, *_ in printed] == [*range(1, 21), *range(30, 100, 10), *range(100, 767, 100)]
-    for n, _, a, b, ab in printed:
-        first, second = tok.merges[int(n) - 1]
-        assert (a, b, ab) == (visible(first), visible(second), visible(first + second))
+    for n in (1, 20, 30, 700):
+        a, b = tok.merges[n - 1]
+        assert re.search(rf" {n} .*{re.escape(f'{visible(a)} + {visible(b)}  →  {visible(a + b)}')}\n", result.stdout)
 
 
 def test_compression_is_measured_on_text_that_was_held_out(run_train, tmp_path):

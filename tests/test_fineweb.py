@@ -138,7 +138,7 @@ def test_dry_run_says_what_it_needs_and_writes_nothing(corpus, tokenizer, tmp_pa
     run_here(corpus[0], tmp_path / "shards", tokenizer, dry_run=True, **limits)
     printed = capsys.readouterr().out
     size = tqdm.format_sizeof(sum(file.stat().st_size for file in corpus[0].iterdir()), "B")
-    for said in (str(corpus[0]), "12", size, "12.3k", "10,000,000 uint16", "24.7kB"):
+    for said in (str(corpus[0]), size, "12.3k", "24.7kB"):
         assert said in printed
     assert not (tmp_path / "shards").exists()
 

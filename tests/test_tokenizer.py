@@ -165,10 +165,8 @@ def test_ids_agree_with_tiktoken_and_transformers_and_decode_to_the_text(pattern
 
 
 def test_ids_are_those_of_a_naive_encoder(tok):
-    """Of every kind of text, and of chunks of any length."""
-    texts = ["".join(random.Random(n).choices("the ans", k=n)).replace(" ", "e") for n in range(1, 90)]
-    texts += [text[:3000] for texts in TEXTS.values() for text in texts]
-    for text in texts + ["中文没有空格" * 30, "a" * 65, "=" * 127, "ab" * 40]:
+    texts = [text[:3000] for texts in TEXTS.values() for text in texts]
+    for text in [*texts, "中文没有空格" * 30, "a" * 65]:
         assert tok.encode(text) == minimal.encode(text, tok.merges, minimal.words, minimal.GPT2_ORDER)
 
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HFTokenizer
 
 from bpe.tokenizer import ENDOFTEXT, Tokenizer
-from tests.helpers import assert_invalid, damaged, prose, read_json, slow, write_json
+from tests.helpers import assert_invalid, damaged, prose, read_json, write_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:the corpus has no more pairs")  # small corpora have few
 TEXT = prose(3000) + "中文 naïve ﬁve ½² 1234 👍🏽"
@@ -228,15 +228,14 @@ def test_whatever_a_file_asks_for_its_ids_are_those_of_tokenizers(name, content,
 # ---- damaged files
 
 
-@pytest.mark.parametrize("n", [12, slow(1000)])
-def test_a_damaged_file_is_one_error_that_names_it_or_works_with_the_ids_of_tokenizers(tmp_path, n):
+def test_a_damaged_file_is_one_error_that_names_it_or_works_with_the_ids_of_tokenizers(tmp_path):
     TOK.save(tmp_path)
     file = tmp_path / "tokenizer.json"
-    rng = random.Random(n)
+    rng = random.Random(0)
     data = file.read_bytes()
     others = [*damaged(data).values(), b"\xef\xbb\xbf" + data]
-    for i in rng.choices(range(len(data)), k=n):
-        others += [data[:i], data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :]]
+    for i in rng.choices(range(len(data)), k=20):
+        others.append(data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i + 1 :])
     for content in others:
         file.write_bytes(content)
         try:
