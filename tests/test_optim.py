@@ -270,13 +270,12 @@ def test_a_state_of_another_model_is_refused(harm):
 # ---- Muon
 
 
-def test_muon_steps_as_torch_does_and_a_stack_as_separate_matrices(monkeypatch):
-    """Of queries, keys and values, the last two of fewer heads."""
+@pytest.mark.parametrize("rows", [(16, 16, 16), (16, 8, 8)])  # fewer keys and values than queries
+def test_muon_steps_as_torch_does_and_a_stack_as_separate_matrices(monkeypatch, rows):
     torch.manual_seed(0)
-    rows = (16, 8, 8)
-    shapes = [*((n, 16) for n in rows), (16, 16), (16, 64), (64, 16)]
+    shapes = [*((n, 16) for n in rows), (16, 16), (16, 16), (16, 64), (64, 16)]
     theirs = [torch.nn.Parameter(torch.full(shape, 0.1)) for shape in shapes]
-    stack = torch.nn.Parameter(torch.full((32, 16), 0.1))
+    stack = torch.nn.Parameter(torch.full((sum(rows), 16), 0.1))
     single = [torch.nn.Parameter(p.detach().clone()) for p in theirs[3:]]
     ours = Muon([dict(params=[stack], stacked=rows), dict(params=single)], 0.02, 0.1, dtype=torch.float32)
     plain = torch.optim.Muon(theirs, 0.02, 0.1)
