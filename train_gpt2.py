@@ -333,8 +333,8 @@ class Data(NamedTuple):
     hellaswag: hellaswag.Task | None
 
     def first_ids(self, n: int) -> list[int]:
-        """Return the first `n` ids of validation, or all if it has fewer."""
-        return self.shards.val.read(0, min(n, len(self.shards.val))).tolist()
+        """Return the first `n` ids of validation, fewer if its first shard is shorter."""
+        return self.shards.val.shards[0].read(0, n).tolist()
 
 
 def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime) -> Data:
@@ -400,11 +400,8 @@ def settle(
 ) -> tuple[Config, GPTConfig]:
     """Return the run's final constants and its model's shape; a micro_batch_size of 0 waits for the model. Raises
     UserError."""
-    n_positions = config.sequence_length
-    if source:
-        base = read_config(source)
-        n_positions = base.n_positions
-        config = settle_sizes(config, flags, source, base)
+    if config.init_from:
+        config = settle_sizes(config, flags, source)
     if directory and directory.checkpoint:
         config = continue_constants(config, flags, directory, FIXED, AUTOMATIC)
         per_rank = config.total_batch_size // config.sequence_length // rt.world_size
@@ -413,15 +410,15 @@ def settle(
     validate_config(config, rt)
     of_model = {field.name: getattr(config, field.name) for field in fields(GPTConfig) if hasattr(config, field.name)}
     of_model["attention"] = choose_attention(config.attention, rt, config.sequence_length)
-    return config, construct(GPTConfig, n_positions=n_positions, **of_model)
+    of_model["n_positions"] = read_config(source).n_positions if source else config.sequence_length
+    return config, construct(GPTConfig, **of_model)
 
 
-def settle_sizes(config: Config, flags: set[str], source: Path, base: GPTConfig) -> Config:
-    """With init_from, take the sizes of the model in `source`: they override the recipe's, not a flag's."""
+def settle_sizes(config: Config, flags: set[str], source: Path) -> Config:
+    """Take the sizes of the model in `source`: they override the recipe's, not a flag's."""
+    base = read_config(source)
     if config.sequence_length > base.n_positions:
         raise UserError(f"{source} has a context of {base.n_positions} tokens; --sequence_length must not exceed it")
-    if not config.init_from:
-        return config
     for name in SIZES:
         stored = getattr(base, name)
         if name in flags and getattr(config, name) != stored:
@@ -505,12 +502,8 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
         data=shards.origin,
         base=config.init_from,
     )
-
     window = tuple(data.first_ids(model.config.n_positions))
-
-    def save_weights(path: Path) -> None:
-        save_model(path, model, shards.tokenizer, window)
-
+    save_weights = partial(save_model, model=model, tokenizer=shards.tokenizer, ids=window)
     return Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
 
 
