@@ -33,6 +33,7 @@ HEAD = "lm_head.weight"
 TABLE = "transformer.wte.weight"
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transposed in the files
 GPT2 = dict(  # what a config.json says of the computation; a missing key means this value
+    model_type="gpt2",
     activation_function="gelu_new",
     layer_norm_epsilon=1e-5,
     scale_attn_weights=True,
@@ -82,7 +83,6 @@ def config_of(model: GPT, gpt2: bool) -> dict:
         return config | dict(architectures=["ChangedGPT2"], model_type=CHANGED, activation_function=CHANGED)
     return config | GPT2 | dict(
         architectures=["GPT2LMHeadModel"],
-        model_type="gpt2",
         tie_word_embeddings=model.lm_head.weight is model.transformer.wte.weight,
         n_ctx=model.config.n_positions,  # llama.cpp reads this name
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), model.config.dropout),
@@ -178,10 +178,9 @@ def read_config(folder: Path, dropout: float = 0.0, attention: str = "flash") ->
     file = folder / "config.json"
     config = read_json(file)
     if config.get("model_type") != CHANGED:
-        found = GPT2 | config
-        for key, value in dict(model_type="gpt2", **GPT2).items():
-            if found.get(key) != value:
-                raise UserError(f"{file}: {key} is {found.get(key)!r}, not GPT-2's {value!r}; choose a GPT-2")
+        for key, value in GPT2.items():
+            if config.get(key, value) != value:
+                raise UserError(f"{file}: {key} is {config[key]!r}, not GPT-2's {value!r}; choose a GPT-2")
     try:
         stored = {field.name: config[field.name] for field in fields(GPTConfig) if field.name in config}
         tuples = {field.name for field in fields(GPTConfig) if isinstance(field.default, tuple)}
@@ -216,15 +215,14 @@ def read_model(folder: Path, dropout: float = 0.0, attention: str = "flash") -> 
         if name in ours or not name.endswith((".attn.bias", ".attn.masked_bias")):  # the causal masks of old files
             found[name] = transposed(name, tensor)
     if HEAD in ours and TABLE in found:
-        head = found.setdefault(HEAD, found[TABLE])  # a file has a tied matrix once
-        tied = ours[HEAD] is ours.get(TABLE)
-        if tied and not torch.equal(head, found[TABLE]):
-            raise UserError(f"{folder}: lm_head.weight is not wte.weight, but model.py ties them; remove that line")
+        found.setdefault(HEAD, found[TABLE])  # a file has a tied matrix once, also for a model that does not tie it
     first = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in ours.items():
         written = first.setdefault(id(tensor), name)
-        if written in found:
-            found.setdefault(name, found[written])  # a file has a shared tensor once
+        if name != written and written in found:
+            shared = found.setdefault(name, found[written])  # a file has a shared tensor once
+            if not torch.equal(shared, found[written]):
+                raise UserError(f"{folder}: {name} is not {written}, but model.py ties them; remove that line")
     try:
         model.load_state_dict(found)
     except RuntimeError as e:
