@@ -62,7 +62,7 @@ from tqdm import tqdm
 from parts.checkpoint import find_adapter, find_model, open_model
 from parts.cli import Count, Positional, UserError, parse_args, script
 from parts.files import replace_file, set_aside
-from parts.huggingface import load_adapter
+from parts.huggingface import exactly, load_adapter
 from parts.lora import merge, remove_lora
 from parts.runtime import Runtime
 from parts.texts import rows_of
@@ -100,7 +100,7 @@ def main() -> None:
     if config.adapter:
         model = remove_lora(merge(load_adapter(model, find_adapter(config.adapter))))
     model.to(rt.device)
-    rt.check_same(lambda: [*model.parameters()], f"weights of {folder}")
+    rt.check_same([*model.parameters()], f"weights of {folder}")
     rows = load_rows(config.data, rt)[: config.limit or None]
     rt.print(f"{folder}: {model.num_params():,} parameters on {rt.description}; {len(rows):,} rows")
 
@@ -366,13 +366,10 @@ def log_likelihoods(model: nn.Module, inputs, logit_positions, targets) -> torch
     # where neighbouring bf16 numbers are 0.5 apart.
     chunk = CHUNK_LOGITS // model.config.vocab_size  # at least 32: model.py takes no more than 2**20 tokens
     losses = []
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits
-    with torch.autocast(device.type, enabled=False):
+    with exactly(model):  # not TF32, to which a GPU may round: it keeps 11 of their 24 bits
         for xc, tc in zip(x.split(chunk), targets.split(chunk), strict=True):
             logits = model.logits(xc)  # (chunk, V)
             losses.append(F.cross_entropy(logits, tc, reduction="none"))
-    torch.set_float32_matmul_precision(precision)
     return -torch.cat(losses)
 
 

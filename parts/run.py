@@ -193,7 +193,7 @@ class Run:
             self._restore(directory.checkpoint)
             run_info = run_info | dict(resumed_from=str(directory.checkpoint))
         digest = torch.tensor(zlib.crc32(json.dumps([data_fingerprint, torch.__version__]).encode()))
-        self.rt.check_same(lambda: [digest], "data, tokenizer or PyTorch")
+        self.rt.check_same([digest], "data, tokenizer or PyTorch")
         self._compare_ranks()
         self.report = Report(directory.path, config, self.rt, run_info)
         self._done: list[str] = []  # kinds of records that the log has of this step
@@ -207,11 +207,8 @@ class Run:
     def _compare_ranks(self) -> None:
         """Compare one sum of weights and moments with rank 0's. Ranks that have drifted apart would train on, and
         average gradients of different models."""
-
-        def tensors() -> list[torch.Tensor]:
-            leaves = tree_leaves([self.optimizer.param_groups(), self.optimizer.state_dict()])
-            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
+        leaves = tree_leaves([self.optimizer.param_groups(), self.optimizer.state_dict()])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         self.rt.check_same(tensors, f"weights or moments at step {self.step}")
 
     def _restore(self, checkpoint: Path) -> None:

@@ -164,12 +164,12 @@ class Runtime:
             raise found[1]
         return found[0]
 
-    def check_same(self, tensors: Callable[[], list[torch.Tensor]], what: str) -> None:
-        """Raise UserError, on all ranks alike, if the sum of `tensors()` differs between them."""
+    def check_same(self, tensors: list[torch.Tensor], what: str) -> None:
+        """Raise UserError, on all ranks alike, if the sum of `tensors` differs between them."""
         if self.world_size == 1:
             return
         totals = [0.0] * self.world_size
-        dist.all_gather_object(totals, sum(tensor.detach().double().sum().item() for tensor in tensors()))
+        dist.all_gather_object(totals, sum(tensor.detach().double().sum().item() for tensor in tensors))
         if n_others := sum(total != totals[0] for total in totals):
             raise UserError(
                 f"{counted(n_others, 'rank')} with other {what} than rank 0; check that no rank changes its own alone, "
