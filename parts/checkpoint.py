@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -115,17 +114,11 @@ def load_train_state(path: Path) -> dict:
         raise UserError(f"{path}/{TRAIN_STATE} cannot be read ({e!r:.100}); resume from an earlier checkpoint") from e
 
 
-class Opened(NamedTuple):
-    model: GPT
-    tokenizer: Tokenizer
-    folder: Path
-
-
-def open_model(model: str | Path, dropout: float = 0.0, attention: str = "flash") -> Opened:
-    """Read a MODEL with its tokenizer, in fp32 on the CPU. Raises UserError for what is missing, damaged or does not
-    fit."""
+def open_model(model: str | Path) -> tuple[GPT, Tokenizer, Path]:
+    """Read a MODEL and its tokenizer, in fp32 on the CPU; also return its directory. Raises UserError for what is
+    missing, damaged or does not fit."""
     folder = find_model(str(model))
-    return Opened(read_model(folder, dropout, attention), read_tokenizer(folder), folder)
+    return read_model(folder), read_tokenizer(folder), folder
 
 
 def find_model(model: str) -> Path:

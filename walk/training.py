@@ -76,7 +76,7 @@ def base_model() -> GPT:
     """Return the model of station 6, which other stations also use."""
     if not (RUNS / "base").exists():
         train_tiny("base", "--max_steps 300")
-    return open_model(RUNS / "base").model
+    return open_model(RUNS / "base")[0]
 
 
 # ---------------------------------------------------------------------------------------------- input.txt, and its rows
