@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 
 from parts.cli import Stopped, UserError
-from parts.files import identity
 
 KINDS = {
     ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".txt": "text",
@@ -80,10 +79,10 @@ def without_links(paths: Iterable[Path]) -> list[str]:
 
 
 def once(paths: Iterable[str]) -> list[str]:
-    """Drop repeated files, also under other names or by links of either kind."""
+    """Drop repeated files, also links to them."""
     first = {}
     for path in paths:
-        first.setdefault(identity(Path(path)), path)
+        first.setdefault(os.path.realpath(path), path)
     return [*first.values()]
 
 
