@@ -295,8 +295,8 @@ class Muon(torch.optim.Optimizer):
         rank=0,
         world_size=1,
     ):
-        constants = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
-        super().__init__(params, dict(**constants, stacked=stacked, fused=True))
+        constants = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype, stacked=stacked, fused=True)
+        super().__init__(params, constants)
         self.rank = rank
         self.world_size = world_size
         self._nesterov = torch.compile(nesterov, dynamic=True) if compile else nesterov

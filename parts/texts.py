@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from io import BufferedReader, StringIO, TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
@@ -106,10 +107,6 @@ def csv_rows(file: BinaryIO, column: str, delimiter: str = ",") -> Iterator:
         yield fields if len(fields) > len(names) else dict(zip(names, fields))
 
 
-def tsv_rows(file: BinaryIO, column: str) -> Iterator[dict]:
-    return csv_rows(file, column, "\t")
-
-
 def text_rows(file: BinaryIO, column: str) -> Iterator[dict]:
     for number, text in enumerate(documents(TextIOWrapper(file, "utf-8-sig"))):
         if not number:
@@ -117,7 +114,14 @@ def text_rows(file: BinaryIO, column: str) -> Iterator[dict]:
         yield {column or "text": text}
 
 
-READERS = dict(parquet=parquet_rows, arrow=arrow_rows, json=json_rows, csv=csv_rows, tsv=tsv_rows, text=text_rows)
+READERS = dict(
+    parquet=parquet_rows,
+    arrow=arrow_rows,
+    json=json_rows,
+    csv=csv_rows,
+    tsv=partial(csv_rows, delimiter="\t"),
+    text=text_rows,
+)
 
 
 # ------------------------------------------------------------------------------------------------- rows -> documents
