@@ -124,15 +124,12 @@ def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
     """Return the tokenizer of a directory of shards: the one beside them, which one that `tokenizer` names must equal,
     or else that one, the one that datatrove's files name, or GPT-2's. Raises UserError if the shards have another."""
     own = directory / "tokenizer.json"
-    beside = load_tokenizer(str(own)) if own.exists() else None
     name = tokenizer
     if tokenizer in ("gpt2", "train"):
-        name = str(own)
-        if not beside:
-            names = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
-            name = " and ".join(names) or "gpt2"
+        of_files = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
+        name = str(own) if own.exists() else " and ".join(of_files) or "gpt2"
     tok = load_tokenizer(name)
-    source = beside or tok
+    source = load_tokenizer(str(own)) if own.exists() else tok
     written = read_manifest(directory).get("tokenizer") or source.fingerprint
     # one with further special tokens, such as [PAD], has the same ids for every text
     if source.fingerprint != written or not source.same_ids(tok):

@@ -93,7 +93,6 @@ def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
 
     datasets.disable_progress_bars()
     huggingface_hub.logging.set_verbosity_error()  # of README files without settings
-    kinds = {kind_of(file) for file in files_below(name)} - {""}
     where = dict(path=os.path.abspath(name))
     if on_hub(name):
         path, inside = re.fullmatch("([^/]+/[^/]+)/?(.*)", name).groups()
@@ -110,8 +109,8 @@ def files_of(name: str, subset: str, split: str, revision: str) -> list[str]:
         raise UserError(f"{name} has no split {split}; choose from {', '.join(found)}")
     files = [file for part in wanted for file in found[part]]
     kind = kind_of(files[0])
-    if kinds - {kind}:
-        warnings.warn(f"{name}: only its {kind} files are read, not {', '.join(sorted(kinds - {kind}))}", stacklevel=2)
+    if others := {kind_of(file) for file in files_below(name)} - {"", kind}:
+        warnings.warn(f"{name}: only its {kind} files are read, not {', '.join(sorted(others))}", stacklevel=2)
     return files
 
 
