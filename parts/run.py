@@ -107,7 +107,6 @@ class RunDirectory:
         self.path = Path(config.out_dir)
         self.rt = rt
         self.locks = ExitStack()  # held until the end of the run
-        self.overwrite = config.overwrite
         self.changes = ""  # of constants, for the line of a resume
         self.checkpoint = rt.broadcast_from_main(lambda: self._claim(config))
         self.state = load_train_state(self.checkpoint) if self.checkpoint else {}
@@ -242,7 +241,7 @@ class Run:
         Returns the kinds of records that the log has of the step that was resumed, and its validation loss.
         """
         out_dir = self.directory.path
-        if self.directory.overwrite and self.directory.holds_run():
+        if self.config.overwrite and self.directory.holds_run():
             self.directory.start_over()
         remove_leftovers(out_dir, *FILES, "step_*")
         for step, path in checkpoint_steps(out_dir):
