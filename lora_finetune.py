@@ -153,7 +153,7 @@ def finetune(config: Config, flags: set[str]) -> None:
     rows = dict(source=config.data, examples=len(data.train), validation=len(data.val), sha256=data.sha256)
     run_info = dict(parameters=base.num_params(), data=rows, base=config.base)
     model = adapt(base, config, directory.checkpoint, rt).to(rt.device)
-    config, loss_fn = distribute(config, model, data, rt)
+    config, loss_fn = distribute(config, model, rt)
     optimizer = make_optimizer(model, config, rt)
     save_weights = partial(save_finetuned, config, model, data, data_fingerprint["base"])
     run = Run(directory, config, save_weights, optimizer, data_fingerprint, run_info)
@@ -353,13 +353,13 @@ def adapt(base: GPT, config: Config, checkpoint: Path | None, rt: Runtime) -> GP
     return model
 
 
-def distribute(config: Config, model: GPT, data: Data, rt: Runtime) -> tuple[Config, nn.Module]:
+def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Module]:
     """Wrap the model with its loss for the loop: compiled, and in DDP on several ranks. A micro_batch_size of 0 becomes
     the largest that fits."""
     if not config.micro_batch_size:
-        shape = (config.sequence_length, len(data.tokenizer))
         optimizer = partial(make_optimizer, model, config, rt)
-        found = find_micro_batch_size(model, config.batch_size // rt.world_size, shape, rt, optimizer)
+        n_sequences = config.batch_size // rt.world_size
+        found = find_micro_batch_size(model, n_sequences, config.sequence_length, rt, optimizer)
         config = replace(config, micro_batch_size=found)
     return config, rt.wrap(rt.compiled(model, dynamic=True))
 

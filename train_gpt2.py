@@ -466,15 +466,12 @@ def distribute(config: Config, model: GPT, rt: Runtime) -> tuple[Config, nn.Modu
     rt.print(f"{config.out_dir}: {model.num_params():,} parameters on {rt.description}")
     n_sequences = config.total_batch_size // config.sequence_length
     if not config.micro_batch_size:
-        trial = (config.sequence_length, config.vocab_size)
         alone = replace(rt, rank=0, world_size=1)  # a trial waits for no other rank
         optimizer = partial(make_optimizer, model, config, alone)
-        size = find_micro_batch_size(model, n_sequences // rt.world_size, trial, rt, optimizer)
+        size = find_micro_batch_size(model, n_sequences // rt.world_size, config.sequence_length, rt, optimizer)
         config = replace(config, micro_batch_size=size)
     if rt.device.type == "cpu":
-        n_passes = n_sequences // config.micro_batch_size // rt.world_size
-        shape = (config.micro_batch_size, config.sequence_length)
-        print_duration(model, shape, n_passes, config.max_steps, rt)
+        print_duration(model, config, rt)
     rt.print(f"a step: {n_sequences} sequences of {config.sequence_length}, {config.micro_batch_size} at a time")
     return config, rt.wrap(rt.compiled(model))
 

@@ -117,8 +117,7 @@ def rate_here(config, shape: GPTConfig, rt: Runtime) -> float:
         checkpoint_activations(model.transformer.h)
     n_sequences = config.total_batch_size // config.sequence_length
     make = partial(make_optimizer, model, config, rt)
-    trial = (config.sequence_length, config.vocab_size)
-    size = config.micro_batch_size or find_micro_batch_size(model, n_sequences, trial, rt, make)
+    size = config.micro_batch_size or find_micro_batch_size(model, n_sequences, config.sequence_length, rt, make)
     loss_fn = rt.compiled(model)
     optimizer = make()
     idx = torch.randint(config.vocab_size, (size, config.sequence_length), device=rt.device)

@@ -32,28 +32,28 @@ def choose_attention(attention: str, rt: Runtime, sequence_length: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-def find_micro_batch_size(loss_fn, sequences: int, shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
+def find_micro_batch_size(loss_fn, sequences: int, T: int, rt: Runtime, make_optimizer) -> int:
     """Find the largest divisor of `sequences`, those of a rank's step, whose training step fits into memory.
 
-    `shape` is (T, V): tokens per sequence and size of the vocabulary; `make_optimizer()` is called for each trial,
-    which takes real steps, and weights are put back afterwards. `loss_fn` is neither compiled, as compiling each size
-    would take a minute, and what fits without also fits compiled; nor in DDP, as the backward pass of its module would
-    have a rank that is out of memory keep the others waiting. On a CPU, where memory is not the limit, it is the size
-    that keeps about 4096 tokens in the caches. Raises UserError if not even one sequence fits.
+    `make_optimizer()` is called for each trial, which takes real steps, and weights are put back afterwards. `loss_fn`
+    is neither compiled, as compiling each size would take a minute, and what fits without also fits compiled; nor in
+    DDP, as the backward pass of its module would have a rank that is out of memory keep the others waiting. On a CPU,
+    where memory is not the limit, it is the size that keeps about 4096 tokens in the caches. Raises UserError if not
+    even one sequence of T tokens fits.
     """
     sizes = [n for n in range(min(sequences, 256), 0, -1) if sequences % n == 0]
     if rt.device.type == "cpu":
-        return next((n for n in sizes if n * shape[0] <= 4096), 1)
-    return largest_that_fits(loss_fn, sizes, shape, rt, make_optimizer)
+        return next((n for n in sizes if n * T <= 4096), 1)
+    return largest_that_fits(loss_fn, sizes, T, rt, make_optimizer)
 
 
-def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Runtime, make_optimizer) -> int:
+def largest_that_fits(loss_fn, sizes: list[int], T: int, rt: Runtime, make_optimizer) -> int:
     """Find the first of `sizes`, which descend, that fits on every rank. Raises UserError on all ranks alike."""
     tensors = [*(p for p in loss_fn.parameters() if p.requires_grad), *loss_fn.buffers()]  # what a step changes
     before = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     for size in sizes:
         rt.reset_peak_memory()
-        fits = has_memory_for(size, shape, loss_fn, rt, make_optimizer)
+        fits = has_memory_for(size, T, loss_fn, rt, make_optimizer)
         for tensor, value in zip(tensors, before, strict=True):
             tensor.data.copy_(value)
         fits = torch.tensor(fits, dtype=torch.int64, device=rt.device)
@@ -64,12 +64,11 @@ def largest_that_fits(loss_fn, sizes: list[int], shape: tuple[int, int], rt: Run
     raise UserError("not even one sequence fits into memory; choose a smaller model or --sequence_length")
 
 
-def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make_optimizer) -> bool:
+def has_memory_for(size: int, T: int, loss_fn, rt: Runtime, make_optimizer) -> bool:
     """Try a step of one micro-batch of `size` sequences, as it is from the second step on."""
-    T, V = shape
     trained = [p for p in loss_fn.parameters() if p.requires_grad]
     try:
-        idx = torch.randint(V, (size, T), device=rt.device)
+        idx = torch.zeros(size, T, dtype=torch.long, device=rt.device)
         kept = []
         if rt.device.type == "cuda":  # 5% for fragmentation and NCCL's buffers
             total = torch.cuda.get_device_properties(rt.device).total_memory
@@ -93,13 +92,14 @@ def has_memory_for(size: int, shape: tuple[int, int], loss_fn, rt: Runtime, make
         torch.cuda.empty_cache()  # of a process that uses CUDA
 
 
-def print_duration(loss_fn, micro_batch: tuple[int, int], n_passes: int, max_steps: int, rt: Runtime) -> None:
-    """Time a pass on a CPU, and print how long `max_steps` steps of `n_passes` take."""
-    idx = torch.zeros(micro_batch, dtype=torch.long)  # (B, T)
+def print_duration(loss_fn, config, rt: Runtime) -> None:
+    """Time a pass on a CPU, and print how long the steps of a run take."""
+    idx = torch.zeros(config.micro_batch_size, config.sequence_length, dtype=torch.long)  # (B, T)
+    n_passes = config.total_batch_size // idx.numel() // rt.world_size
     seconds = n_passes * timed_passes(copy.deepcopy(loss_fn), (idx, idx), rt)  # buffers change in it, such as means
-    total = max_steps * seconds
+    total = config.max_steps * seconds
     remedy = "; for less lower --max_steps, or take the recipe tiny or small" if total > 3600 else ""
-    whole = f"{max_steps:,} from the start take {tqdm.format_interval(total)}"
+    whole = f"{config.max_steps:,} from the start take {tqdm.format_interval(total)}"
     rt.print(f"a step takes about {seconds:.2g} s; {whole}{remedy}")
 
 
@@ -108,7 +108,7 @@ def timed_step(loss_fn, micro_batch: tuple, optimizer, rt: Runtime) -> tuple[flo
     passes = timed_passes(loss_fn, micro_batch, rt, optimizer.scale)
     begun = rt.mark_time()
     optimizer.clip_grad_norm(1.0)
-    optimizer.step(finite=torch.ones((), dtype=torch.bool, device=rt.device))  # whatever random tokens gave
+    optimizer.step(finite=torch.ones((), dtype=torch.bool, device=rt.device))  # whatever the tokens gave
     return passes, rt.seconds_between(begun, rt.mark_time())
 
 

@@ -78,7 +78,7 @@ def probe(kind: str, file: str) -> None:
 
     model.transformer.h[0].register_forward_hook(watch)
     adamw = torch.optim.AdamW(model.parameters(), 0.1)
-    size = largest_that_fits(model, [16, 8, 4, 2], (16, 64), rt, lambda: Optimizer([adamw], rt))
+    size = largest_that_fits(model, [16, 8, 4, 2], 16, rt, lambda: Optimizer([adamw], rt))
     idx = torch.randint(64, (size, 16), generator=seeded(rt.rank))
     rt.set_gradient_sync(forward, now=True)
     forward(idx, idx).backward()

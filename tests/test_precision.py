@@ -139,7 +139,7 @@ def test_a_name_that_nobody_has_added_names_the_function_to_extend(rt):
 
 
 def test_a_micro_batch_on_a_processor_has_at_most_4096_tokens(rt):
-    assert [trials.find_micro_batch_size(None, 64, (T, 384), rt, None) for T in (64, 65, 5000)] == [64, 32, 1]
+    assert [trials.find_micro_batch_size(None, 64, T, rt, None) for T in (64, 65, 5000)] == [64, 32, 1]
 
 
 # ---- what fits
@@ -164,14 +164,14 @@ def test_a_micro_batch_on_a_gpu_is_the_largest_divisor_of_at_most_256_that_fits(
 
     model.register_forward_pre_hook(allocate)
     sizes = [256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6]
-    assert trials.largest_that_fits(model, sizes, (16, 200), rt, lambda: optimizer) == 8
+    assert trials.largest_that_fits(model, sizes, 16, rt, lambda: optimizer) == 8
     assert tried == sizes[:-1]
     assert kept == {(True, len(params))}
     assert all(map(torch.equal, params, before))
     assert model.n_seen == 0
     assert all(p.grad is None for p in params)
     with pytest.raises(UserError):
-        trials.largest_that_fits(model, [128], (16, 200), rt, lambda: optimizer)
+        trials.largest_that_fits(model, [128], 16, rt, lambda: optimizer)
 
 
 def test_activation_checkpointing_changes_no_number(train, tmp_path):
