@@ -339,8 +339,6 @@ def open_data(config: Config, shape: GPTConfig, source: Path | None, rt: Runtime
     """Open the shards of a directory, or of a .txt that is tokenized first. Raises UserError."""
     cache = Path(config.out_dir).parent / "cache"
     shards = open_shards(config.data, config.tokenizer, config.vocab_size, cache)
-    for warning in shards.warnings:
-        rt.print(f"note: {warning}", file=sys.stderr)
     if config.init_from and not read_tokenizer(source).same_ids(shards.tokenizer):
         raise UserError(
             f"{config.data} has other tokens than {source}; for a .txt also pass --tokenizer {source}, else "

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Runtime:
         Raises UserError for a missing device, dtype or compiler.
         """
         rank, world_size, local_rank = ranks_of_environment()
+        if rank:
+            warnings.simplefilter("ignore")  # the first rank says the same
         device = _choose_device(device, local_rank)
         name = device.type
         if device.type == "cuda":

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import shlex
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -34,7 +35,7 @@ from parts.data import (
 )
 from parts.files import errors_name, exclusive_lock, flush, sha256, write_atomically
 from parts.sources import kind_of, readable
-from parts.texts import notes_on, plain_texts, refuse_no_text, texts_of
+from parts.texts import note_ends, plain_texts, refuse_no_text, texts_of
 
 TRAIN_FRACTION = 0.9  # of a text's characters; the rest is the validation split
 LARGEST_TEXT = 10**9  # largest .txt in bytes; it is in memory as a whole
@@ -73,7 +74,6 @@ class Shards(NamedTuple):
     val: TokenStream
     tokenizer: Tokenizer
     origin: dict  # what their manifest says of it, for the log
-    warnings: list[str]  # facts, each with its remedy
 
 
 def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shards:
@@ -84,10 +84,9 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     collective would time out.
     """
     place = Path(data)
-    warnings = []
     is_text = tokenizer == "train" and place.exists() and not any(shards_by_split(data).values())
     if data.endswith(".txt") or is_text:
-        place, warnings = prepare_text(data, tokenizer, vocab_size, cache)
+        place = prepare_text(data, tokenizer, vocab_size, cache)
     train_paths = find_shards(str(place), "train")
     val_paths = find_shards(str(place), "val")
     folder = train_paths[0].parent
@@ -100,13 +99,11 @@ def open_shards(data: str, tokenizer: str, vocab_size: int, cache: Path) -> Shar
     train = TokenStream(train_paths, len(tok), unused)
     manifest = read_manifest(folder)
     if "next" in manifest:
-        warnings.append(f"{place} is incomplete; training on the shards written so far")
+        warnings.warn(f"{place} is incomplete; training on the shards written so far", stacklevel=2)
     if vocab_size > 2 * padded:
-        warnings.append(
-            f"{1 - len(tok) / vocab_size:.0%} of the {vocab_size:,} embeddings have no token; "
-            f"pass --vocab_size {padded}"
-        )
-    return Shards(train, val, tok, {key: manifest[key] for key in ORIGIN if manifest.get(key)}, warnings)
+        share = f"{1 - len(tok) / vocab_size:.0%}"
+        warnings.warn(f"{share} of {vocab_size:,} embeddings have no token; pass --vocab_size {padded}", stacklevel=2)
+    return Shards(train, val, tok, {key: manifest[key] for key in ORIGIN if manifest.get(key)})
 
 
 # ------------------------------------------------------------------------------------------------------- tokenizers
@@ -126,8 +123,10 @@ def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
     own = directory / "tokenizer.json"
     name = tokenizer
     if tokenizer in ("gpt2", "train"):
-        of_files = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
-        name = str(own) if own.exists() else " and ".join(of_files) or "gpt2"
+        name = str(own)
+        if not own.exists():
+            of_files = {ds_metadata(path)[0].removeprefix("openai-community/") for path in directory.glob("*.ds")}
+            name = " and ".join(of_files) or "gpt2"
     tok = load_tokenizer(name)
     source = load_tokenizer(str(own)) if own.exists() else tok
     written = read_manifest(directory).get("tokenizer") or source.fingerprint
@@ -140,22 +139,23 @@ def data_tokenizer(directory: Path, tokenizer: str) -> Tokenizer:
 # ------------------------------------------------------------------------------------------------- a text as shards
 
 
-def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> tuple[Path, list[str]]:
-    """Make shards of a text file or a folder of them: the first part of each to train on, the rest to validate; also
-    return notes. Raise UserError.
+def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> Path:
+    """Make shards of a text file or a folder of them: the first part of each to train on, the rest to validate. Raise
+    UserError.
 
     `tokenizer` is `train`, for a BPE of `vocab_size` tokens trained on the training part, or as in `load_tokenizer`.
     The shard directory below `cache` also holds `tokenizer.json` and `manifest.json`. It is made once: later runs use
     it as long as it is intact, and if several runs need it at the same time, one of them makes it.
     """
     place = Path(source)
-    texts, notes = plain_texts(source) if place.is_dir() else ([read_text(place)], [])
+    texts = plain_texts(source) if place.is_dir() else [read_text(place)]
     if kind_of(source) not in ("", "text"):
-        notes.append(f"{source} is read as plain text, keys and quotes included; for its rows use fineweb.py --source")
+        message = f"{source} is read as plain text, keys and quotes included; for its rows use fineweb.py --source"
+        warnings.warn(message, stacklevel=2)
     firsts = [text[: int(len(text) * TRAIN_FRACTION)] for text in texts]  # by characters: the same for every tokenizer
     rests = [text[len(first) :] for text, first in zip(texts, firsts, strict=True)]
     parts = {"val": list(chain(*map(texts_of, rests))), "train": list(chain(*map(texts_of, firsts)))}
-    notes += notes_on(source, parts["train"])
+    note_ends(source, parts["train"])
     tok = None if tokenizer == "train" else load_tokenizer(tokenizer)
     if tok and tok.eot_token is None:
         raise UserError(f"--tokenizer {tokenizer} has no <|endoftext|> to start documents; train one with it")
@@ -167,13 +167,13 @@ def prepare_text(source: str, tokenizer: str, vocab_size: int, cache: Path) -> t
     with exclusive_lock(cache / f".{directory.name}.lock", f"cached tokens {directory}", seconds=3600):  # others wait
         with suppress(UserError, OSError):  # OSError: a file, or a directory that may not be read, in its place
             verify(directory)
-            return directory, notes
+            return directory
         try:
             tok = tok or Tokenizer.train(firsts, vocab_size)
         except ValueError as e:
             raise UserError(f"--tokenizer train --vocab_size {vocab_size}: {e}") from e
         write_atomically(directory, partial(write_text_shards, parts=parts, tok=tok, source=place.name))
-    return directory, notes
+    return directory
 
 
 def read_text(path: Path) -> str:

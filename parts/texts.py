@@ -207,8 +207,7 @@ def open_texts(
     texts = [text_of(row, text_field) for row in rows]
     first = [text for text in texts if text is not None]
     if kind_of(file) == "text":
-        for note in notes_on(file, first):
-            warnings.warn(note, stacklevel=2)
+        note_ends(file, first)
     return Texts(files, text_field, first)
 
 
@@ -242,11 +241,11 @@ def documents(lines: Iterable[str]) -> Iterator[str]:
             document.append(line)
 
 
-def notes_on(path: str, documents: list[str]) -> list[str]:
-    """Return notes on the documents of a .txt."""
+def note_ends(path: str, documents: list[str]) -> None:
+    """Warn of <|endoftext|> inside the lines of a .txt."""
     if any(ENDOFTEXT in document for document in documents):
-        return [f"{path} has {ENDOFTEXT} inside lines, where it is text; write it on a line of its own"]
-    return []
+        message = f"{path} has {ENDOFTEXT} inside lines, where it is text; write it on a line of its own"
+        warnings.warn(message, stacklevel=2)
 
 
 def texts_of(text: str) -> list[str]:
@@ -254,9 +253,9 @@ def texts_of(text: str) -> list[str]:
     return [*documents(StringIO(text))]
 
 
-def plain_texts(folder: str) -> tuple[list[str], list[str]]:
-    """Read all UTF-8 files below a folder, whatever their names; also return a note with their number. Raise UserError
-    if there are none."""
+def plain_texts(folder: str) -> list[str]:
+    """Read all UTF-8 files below a folder, whatever their names; warn of their number. Raise UserError if there are
+    none."""
     texts = []
     paths = files_below(folder)
     for path in paths:
@@ -266,7 +265,8 @@ def plain_texts(folder: str) -> tuple[list[str], list[str]]:
                 texts.append(text)
     if not texts:
         raise UserError(f"{folder} has no shards and no plain text (UTF-8); pass another folder")
-    return texts, [f"{folder}: {len(texts):,} of {counted(len(paths), 'file')} read as text"]
+    warnings.warn(f"{folder}: {len(texts):,} of {counted(len(paths), 'file')} read as text", stacklevel=2)
+    return texts
 
 
 # ---------------------------------------------------------------------------------------- rows of a small dataset

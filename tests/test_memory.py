@@ -141,7 +141,7 @@ def test_a_plan_comes_before_the_data_and_leaves_nothing_behind(train, tmp_path,
 
 def test_a_plan_times_this_machine_and_cards(train, tmp_path):
     """On shards."""
-    data, _ = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
+    data = prepare_text(str(text_file(tmp_path / "text.txt")), "train", 300, tmp_path / "cache")
     words = dict(data=data, price=2.5, max_steps=10**7, n_embd=64)
     words |= dict(total_batch_size=2**25)  # a step takes longer than its launches
     result = train(dry_run=True, **words)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def prepare(tmp_path, text):
-    return lambda: prepare_text(str(text), "train", 300, tmp_path / "cache")[0]
+    return lambda: prepare_text(str(text), "train", 300, tmp_path / "cache")
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_a_text_becomes_shards_that_hold_all_of_it(prepare):
 
 def test_documents_end_at_two_empty_lines_of_any_system(tmp_path, byte_tokenizer):
     (tmp_path / "x.txt").write_bytes(("\ufeff" + TEXT.replace("\n", "\r\n")).encode())
-    directory, _ = prepare_text(str(tmp_path / "x.txt"), str(byte_tokenizer), 257, tmp_path / "deep/cache")
+    directory = prepare_text(str(tmp_path / "x.txt"), str(byte_tokenizer), 257, tmp_path / "deep/cache")
     assert decoded(directory, "train").split("<|endoftext|>")[:4] == [
         "", "One morning the clock stood still.\n\n\n", "The second document, of two\n\nparagraphs.\n\n\n\n",
         "A third one.\nOne morning the clock stood still.\n\n\n",
@@ -85,7 +86,7 @@ def test_prepared_once_and_again_for_another_text_or_tokenizer(tmp_path, prepare
     assert prepare() == first
     assert stamps(first) == before
     assert first.name == "story-6c6aea4530325678"
-    others = {prepare_text(str(text), *wanted, cache)[0] for wanted in (("train", 290), (str(byte_tokenizer), 300))}
+    others = {prepare_text(str(text), *wanted, cache) for wanted in (("train", 290), (str(byte_tokenizer), 300))}
     text.write_text(TEXT + "More.\n")
     assert len({first, *others, prepare()}) == 4
 
@@ -141,11 +142,11 @@ def test_a_folder_of_plain_texts_validates_on_the_end_of_each(tmp_path):
     notes.mkdir()
     for name in "abc":
         (notes / f"{name}.md").write_text(f"{name} " * 900 + f"{name.upper()} " * 100)
-    shards = open_shards(str(notes), "train", 300, tmp_path / "cache")
+    with pytest.warns(UserWarning, match="3 of 3 files"):
+        shards = open_shards(str(notes), "train", 300, tmp_path / "cache")
     folder = shards.train.paths[0].parent
     assert decoded(folder, "val").split("<|endoftext|>")[1:] == [f"{name} " * 100 for name in "ABC"]
     assert decoded(folder, "train").split("<|endoftext|>")[1:] == [f"{name} " * 900 for name in "abc"]
-    assert "3" in shards.warnings[0]
     assert_refused(str(notes), open_shards, str(notes), "gpt2", 300, tmp_path)
 
 
@@ -196,11 +197,14 @@ def test_a_vocabulary_larger_than_the_model_is_refused(folder):
 
 
 def test_what_a_person_should_know_of_shards_is_a_warning(folder):
-    assert not opened(folder, vocab_size=768).warnings
-    [warning] = opened(folder, vocab_size=769).warnings
-    assert "769" in warning
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        opened(folder, vocab_size=768)
+    with pytest.warns(UserWarning, match="769"):
+        opened(folder, vocab_size=769)
     with_manifest(folder, **UNFINISHED, tokenizer=Tokenizer.load(folder).fingerprint)
-    assert any(str(folder) in warning for warning in opened(folder).warnings)
+    with pytest.warns(UserWarning, match=str(folder)):
+        opened(folder)
 
 
 def test_a_tokenizer_with_further_special_tokens_reads_the_same_shards(folder):

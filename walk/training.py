@@ -84,7 +84,7 @@ def base_model() -> GPT:
 
 def input_text(split: str = "train") -> tuple[Tokenizer, TokenStream]:
     """Return the 1,024 tokens that tiny learns from input.txt, and its text in these tokens."""
-    folder, _ = prepare_text("input.txt", "train", 1024, Path("out/cache"))
+    folder = prepare_text("input.txt", "train", 1024, Path("out/cache"))
     return Tokenizer.load(folder), TokenStream(find_shards(str(folder), split), vocab_size=1024)
 
 
