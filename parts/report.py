@@ -176,7 +176,8 @@ class Report:
         if not newest or min(loss, losses.get(last, math.inf)) > first + 1:
             self.rt.print(f"\nthe run diverged; lower its learning rates, now --max_lr {self.config.max_lr:g}")
             return False
-        if losses and losses[best] + NOISE < min(losses[last], first):  # one above a guess is no better
+        # a loss above a guess is no better; in finetuning nobody guesses
+        if losses and losses[best] + NOISE < min(losses[last], self.run_info.get("uniform_loss", math.inf)):
             checkpoint = self.out_dir / f"step_{best:06d}"
             take = f"; take {checkpoint}" if checkpoint.exists() else ""
             self.rt.print(f"validation rose after step {best} ({losses[best]:.4f}){take}")
