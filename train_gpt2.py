@@ -225,10 +225,12 @@ SIZES = ("n_layer", "n_head", "n_embd", "vocab_size")  # --init_from takes these
 
 
 def main() -> None:
-    config, flags = read_command_line(sys.argv[1:])
+    config, flags, recipe_named = read_command_line(sys.argv[1:])
     if config.deterministic:
         make_deterministic()
     rt = Runtime.setup(config.device, config.dtype, config.compile, config.threads)
+    if rt.device.type == "cpu" and not (config.dry_run or recipe_named):
+        raise UserError("without a GPU, name a recipe: tiny, small, or gpt2 (124M)")
     directory = None if config.dry_run else RunDirectory(config, rt)
     start_from = directory and directory.checkpoint  # directory of the first weights; None for random ones
     if config.init_from and not start_from:
@@ -379,15 +381,16 @@ def validation_inputs(config: Config, data: Data, rt: Runtime) -> Iterator[tuple
 # ---------------------------------------------------------------------------------------------------- constants
 
 
-def read_command_line(argv: list[str]) -> tuple[Config, set[str]]:
-    """Parse the recipe and its overrides; also return the overridden names."""
-    recipe, *args = argv if argv and not argv[0].startswith("-") else ["gpt2", *argv]
+def read_command_line(argv: list[str]) -> tuple[Config, set[str], bool]:
+    """Parse the recipe and its overrides; also return the overridden names, and whether a recipe was named."""
+    recipe_named = bool(argv) and not argv[0].startswith("-")
+    recipe, *args = argv if recipe_named else ["gpt2", *argv]
     if recipe not in RECIPES:
         raise UserError(f"unknown recipe {recipe}; choose from {', '.join(RECIPES)}, and pass a text as --data FILE")
     about = f"{__doc__}\nRecipes: {', '.join(RECIPES)}. The defaults below are {recipe}'s."
     config, flags = parse_words(Config, args, RECIPES[recipe], "train_gpt2.py [RECIPE]", about)
     config = replace(config, out_dir=config.out_dir or f"out/{recipe}")
-    return config, flags
+    return config, flags, recipe_named
 
 
 def settle(

@@ -340,7 +340,7 @@ def to_inputs(windows):
 
 
 def new_manifest(**constants) -> dict:
-    return constants | dict(tokens=0, documents=0, bytes=0, skipped=0, shards=[])
+    return constants | dict(tokens=0, documents=0, bytes=0, skipped={}, shards=[])
 
 
 def read_manifest(directory: Path) -> dict:
@@ -355,9 +355,9 @@ def save_manifest(directory: Path, manifest: dict) -> None:
 
 
 def summary(manifest: dict) -> str:
+    skipped = ", ".join(f"{n:,} ({reason})" for reason, n in manifest["skipped"].items())
     n_shards = counted(len(manifest["shards"]), "shard")
     return (
         f"{manifest['tokens']:,} tokens in {n_shards}, {manifest['documents']:,} documents, "
-        f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, "
-        f"{manifest['skipped']:,} rows without text"
+        f"{manifest['bytes'] / max(manifest['tokens'], 1):.2f} bytes per token, skipped documents: {skipped or 'none'}"
     )

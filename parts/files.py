@@ -24,6 +24,15 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def identity(path: Path) -> tuple:
+    """Return the same for two names of one file, by links of either kind."""
+    try:
+        stat = os.stat(path)
+    except OSError:  # a link that leads nowhere
+        return (str(path),)
+    return stat.st_dev, stat.st_ino
+
+
 def free_bytes(path: Path) -> int:
     """Return the free space of the disk that `path` is on, or will be on."""
     nearest = next(p for p in (path, *path.resolve().parents) if p.exists())  # which may be a mount point

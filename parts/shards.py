@@ -230,6 +230,7 @@ class Writer:
         self.token_bytes = tok.token_bytes()
         self.shard = np.empty(min(shard_size, limit), shard_dtype(len(tok)))
         self.filled = 0  # tokens in it
+        self.skipped = manifest["skipped"].get("no text", 0)  # documents
         self.to_skip = manifest["next"].get("skip", 0)  # tokens of the first unit that are in the previous shard
         save_manifest(out_dir, manifest)
 
@@ -250,8 +251,8 @@ class Writer:
             if self.filled == len(self.shard):
                 self.complete(self.shard)
                 self.manifest["next"] = place | dict(skip=done)  # where the next shard begins
-                save_manifest(self.out_dir, self.manifest)
-        self.manifest["skipped"] += skipped
+                self._save()
+        self.skipped += skipped
 
     def complete(self, tokens: np.ndarray) -> None:
         """Make a shard durable, then list it."""
@@ -272,17 +273,22 @@ class Writer:
             self.manifest["bytes"] += int(counts @ self.token_bytes)
         self.filled = 0
 
+    def _save(self) -> None:
+        if self.skipped:
+            self.manifest["skipped"] = {"no text": self.skipped}
+        save_manifest(self.out_dir, self.manifest)
+
     def end(self) -> None:
         """Complete the last shard and the manifest. Raise UserError if both are empty."""
         if self.filled:
             self.complete(self.shard[: self.filled])
         if not self.manifest["shards"]:
             raise UserError(
-                f"no document in {self.manifest['source']}, {self.manifest['skipped']} rows without text; "
-                "pass --text_field or another --source"
+                f"no document in {self.manifest['source']}, {self.skipped} rows without text; pass --text_field or "
+                "another --source"
             )
         del self.manifest["next"]
-        save_manifest(self.out_dir, self.manifest)
+        self._save()
 
 
 def shard_name(out_dir: Path) -> str:

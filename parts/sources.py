@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 
 from parts.cli import Stopped, UserError
+from parts.files import identity
 
 KINDS = {
     ".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".jsonlines": "json", ".json": "json", ".txt": "text",
@@ -79,10 +80,10 @@ def without_links(paths: Iterable[Path]) -> list[str]:
 
 
 def once(paths: Iterable[str]) -> list[str]:
-    """Drop repeated files, also links to them."""
+    """Drop repeated files, also under other names or by links of either kind."""
     first = {}
     for path in paths:
-        first.setdefault(os.path.realpath(path), path)
+        first.setdefault(identity(Path(path)), path)
     return [*first.values()]
 
 

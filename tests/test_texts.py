@@ -302,6 +302,7 @@ def test_links_to_files_are_read_once_and_links_to_folders_are_named(tmp_path):
     links = {"loop": ".", "x/y": "../y", "far": "../elsewhere", "gone.jsonl": "nowhere"}
     links |= {"f.jsonl": "../elsewhere/f.jsonl", "x/twice.jsonl": "../a.jsonl"}
     folder = write(tmp_path / "folder", files | {name: Path(target) for name, target in links.items()})
+    (folder / "y/hard.jsonl").hardlink_to(folder / "a.jsonl")
     expected = [*ONE, "five", "four", "named", "six"]
     with pytest.warns(UserWarning) as notes:
         assert sorted(read(folder)) == sorted(expected)

@@ -360,6 +360,10 @@ def test_a_number_of_ranks_that_the_batch_does_not_allow_is_refused(tmp_path):
     assert " 3 " in result.stderr
 
 
+def test_without_a_gpu_a_recipe_has_to_be_named(inline):
+    assert_user_error(inline(train_gpt2.main, max_steps=10, device="cpu"), "gpt2")
+
+
 def test_a_run_on_a_cpu_says_before_its_first_step_how_long_it_takes(train, run_dir):
     said = train(max_steps=3).stdout
     first_loss = log_of(run_dir, "train")[0]["loss"]

@@ -26,7 +26,7 @@ def with_manifest(folder: Path, **changes) -> Path:
     """The folder, with a manifest of its .npy shards beside them."""
     paths = sorted(folder.glob("*.npy"))
     entries = [dict(file=path.name, tokens=len(np.load(path)), sha256=sha256(path)) for path in paths]
-    counts = dict(tokens=sum(entry["tokens"] for entry in entries), documents=1, bytes=1, skipped=0)
+    counts = dict(tokens=sum(entry["tokens"] for entry in entries), documents=1, bytes=1, skipped={})
     save_manifest(folder, dict(source="random", tokenizer="none", **counts, shards=entries) | changes)
     return folder
 

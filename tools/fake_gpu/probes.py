@@ -79,7 +79,7 @@ class Trainer:
         import train_gpt2 as script
         from parts.runtime import Runtime
 
-        config, flags = script.read_command_line([*words, "--device", "cuda"])
+        config, flags, _ = script.read_command_line([*words, "--device", "cuda"])
         self.rt = Runtime.setup("cuda", config.dtype, config.compile)
         self.config, self.shape = script.settle(config, flags, None, None, self.rt)
         with torch.device("cuda"):
