@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from parts.files import sha256
 from tests.helpers import environment
@@ -66,7 +66,6 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         hub = self.server
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         with hub.lock:
             name = self.path.rpartition("/")[2]
             hub.busy[name] -= 1
@@ -78,7 +77,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         match parts:
             case ["api", "datasets", "some", name, *what] if (hub.folder / name).is_dir():
-                self.answer_json(self.about(hub.folder / name, what, body))
+                self.answer_json(self.about(hub.folder / name, what))
             case ["datasets", "some", name, "resolve", _, *path]:
                 self.resolve(hub.folder / name, "/".join(path))
             case ["blob", *path]:
@@ -86,22 +85,19 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
             case _:
                 self.answer(404, X_Error_Code="RepoNotFound")
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
 
     def answer_json(self, content) -> None:
         self.answer(200, json.dumps(content).encode(), Content_Type="application/json")
 
-    def about(self, folder: Path, what: list[str], body: str):
-        paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
-        if what[:1] == ["paths-info"]:
-            wanted = json.loads(body)["paths"] if body.startswith("{") else parse_qs(body)["paths"]
-            return [entry(name, paths[name]) for name in wanted if name in paths]
+    def about(self, folder: Path, what: list[str]):
+        paths = sorted(folder.rglob("*"))
         if what[:1] == ["tree"]:
             below = folder / "/".join(what[2:])
             deep = "recursive=true" in self.path.lower()
-            found = [path for path in paths.values() if below in (path.parents if deep else [path.parent])]
+            found = [path for path in paths if below in (path.parents if deep else [path.parent])]
             return [entry(str(path.relative_to(folder)), path) for path in found]
-        siblings = [dict(rfilename=name) for name, path in paths.items() if path.is_file()]
+        siblings = [dict(rfilename=str(path.relative_to(folder))) for path in paths if path.is_file()]
         return dict(id=f"some/{folder.name}", sha=self.server.COMMIT, siblings=siblings, private=False, gated=False)
 
     def resolve(self, folder: Path, name: str) -> None:

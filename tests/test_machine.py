@@ -9,7 +9,6 @@ import torch
 
 import train_gpt2
 from parts.cards import peak_of
-from parts.cli import UserError
 from parts.optim import make_optimizer
 from parts.runtime import Runtime
 from tests.helpers import assert_refused
@@ -125,14 +124,6 @@ def test_cpu_means_that_no_gpu_is_asked_for(monkeypatch):
     for name in ("is_available", "device_count", "set_device", "current_device"):
         monkeypatch.setattr(torch.cuda, name, None)
     assert Runtime.setup("cpu", "float32").device.type == "cpu"
-
-
-def test_an_error_of_the_first_rank_is_raised_with_its_sentence(rt):
-    def fail():
-        raise UserError("WHY")
-
-    assert_refused("WHY", rt.broadcast_from_main, fail)
-    assert rt.broadcast_from_main(lambda: 3) == 3
 
 
 def test_a_missing_compiler_is_named(gpus_here, monkeypatch, capsys):
