@@ -121,7 +121,7 @@ def test_what_is_read_is_no_memory_of_the_process(tmp_path):
 def test_many_batches_take_no_more_memory_than_a_few(tmp_path):
     write_shards(tmp_path, (40_000, 20_000))
     batches = Batches(open_stream(tmp_path), T, 1, True)
-    steps = training_batches(batches, 64, 0, 400, 16)  # almost seven epochs
+    steps = training_batches(batches, 64, 0, 240, 16)  # four epochs
     tracemalloc.start()
     try:
         size = sum(windows.nbytes for windows in next(steps))

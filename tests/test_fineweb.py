@@ -96,17 +96,15 @@ def test_a_source_without_documents_is_named_with_its_rows(tokenizer, tmp_path):
     assert not (tmp_path / "of missing.parquet").exists()
 
 
-@pytest.mark.parametrize("change", [dict(shard_size=10_000), "tokenizer"])
-def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path, change):
+def test_another_run_is_not_mixed_into_a_directory(corpus, tokenizer, tmp_path):
     source = corpus[0] / "part_00.parquet"
     out_dir = tmp_path / "shards"
     run_here(source, out_dir, tokenizer)
     before = files_of(out_dir)
-    if change == "tokenizer":
-        Tokenizer.train(["another text"], 260).save(tmp_path / "other.json")
-        tokenizer = tmp_path / "other.json"
-        change = {}
-    assert_refused(str(out_dir), run_here, source, out_dir, tokenizer, **change)
+    other = tmp_path / "other.json"
+    Tokenizer.train(["another text"], 260).save(other)
+    assert_refused(str(out_dir), run_here, source, out_dir, other)
+    assert_refused(str(out_dir), run_here, source, out_dir, tokenizer, shard_size=10_000)
     assert files_of(out_dir) == before
 
 

@@ -31,7 +31,7 @@ from tests.corpora import (
     wait_until,
     write_parquet,
 )
-from tests.helpers import command, environment, needs_proc, prose, read_json, slow, stamps, start_script
+from tests.helpers import command, environment, files_of, needs_proc, prose, read_json, slow, stamps, start_script
 
 # -------------------------------------------------------------------------------------------------------- interruptions
 
@@ -99,13 +99,6 @@ def long_shards(long_corpus, tokenizer, tmp_path_factory) -> Path:
     return out_dir
 
 
-def assert_same_files(out_dir: Path, expected: Path) -> None:
-    assert [p.name for p in shard_paths(out_dir)] == [p.name for p in shard_paths(expected)]
-    for ours, theirs in zip(shard_paths(out_dir), shard_paths(expected), strict=True):
-        assert ours.read_bytes() == theirs.read_bytes()
-    assert read_manifest(out_dir) == read_manifest(expected)
-
-
 @pytest.fixture
 def start(long_corpus, tokenizer, tmp_path, inline):
     """A function that starts the sharding of the long corpus with two workers, and one that does the rest here."""
@@ -133,7 +126,7 @@ def test_two_kills_at_random_moments_change_nothing(start, long_shards, tmp_path
     killed = count_shards(out_dir)
     finish()
     assert 4 <= killed < count_shards(out_dir), "the kills came before or after the work"
-    assert_same_files(out_dir, long_shards)
+    assert files_of(out_dir) == files_of(long_shards)
 
 
 @pytest.mark.parametrize("signum, code", [slow(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -148,7 +141,7 @@ def test_a_signal_ends_it_in_good_order(start, long_shards, tmp_path, signum, co
     assert message.count("\n") == 1
     assert "Traceback" not in message
     finish()
-    assert_same_files(out_dir, long_shards)
+    assert files_of(out_dir) == files_of(long_shards)
     before = stamps(out_dir)
     assert str(out_dir) in finish()  # it is complete, and left alone
     assert stamps(out_dir) == before

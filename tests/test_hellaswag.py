@@ -151,7 +151,7 @@ def test_a_merge_across_context_and_ending_leaves_a_token_to_score(model, rt):
 
     row = dict(activity_label="To", ctx_a="be or", ctx_b="", endings=["not to be \ud800"] * 4, label=0)
     result = evaluate(model, prepare([row], Greedy(), model.config, "harness"), rt)
-    assert all(sum_ < 0 for sum_ in result["log_likelihoods"][0])
+    assert max(result["log_likelihoods"][0]) < 0
 
 
 class Products(TorchDispatchMode):
