@@ -43,7 +43,7 @@ def small(doors: "Doors") -> None:
     doors.shards("chinese", "--source", "chinese.txt", "--tokenizer", "chinese")
     parquet = ["--source", "parquet/*.parquet", "--tokenizer", "english", "--shard_size", 5000]
     doors.shards("parquet", *parquet)
-    doors.shards("killed", *parquet, kills=1)
+    doors.shards("killed", *parquet, kill=True)
     sizes = ["--n_layer", 2, "--n_embd", 32, "--sequence_length", 32, "--vocab_size", 384, "--total_batch_size", 256]
     often = ["--data", "english.txt", "--eval_interval", 2, "--eval_steps", 2, "--sample_interval", 4]
     doors.train("adamw", 6, *sizes, *often, "--micro_batch_size", 4, "--optimizer", "adamw", resume_at=4)
@@ -83,16 +83,16 @@ class Doors:
         show(f"merges {name}", model["merges"])
         show(f"ids {name}", model["vocab"])
 
-    def shards(self, name: str, *args, kills: int = 0) -> None:
+    def shards(self, name: str, *args, kill=False) -> None:
         folder = self.work / f"shards-{name}" / "shards"
         command = ["fineweb.py", *args, "--out_dir", folder]
-        for n in range(1, kills + 1):
+        if kill:
             process = self.start(*command)
-            while process.poll() is None and len(list(folder.glob("*.npy"))) < 2 * n:
+            while process.poll() is None and len(list(folder.glob("*.npy"))) < 2:
                 time.sleep(0.001)
             process.kill()
             if process.wait() == 0:
-                print(f"fineweb.py was done before kill {n}", file=sys.stderr)
+                print("fineweb.py was done before the kill", file=sys.stderr)
         self.run(*command)
         files = sorted(folder.glob("*.npy"))
         show(f"shards {name}", [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in files])

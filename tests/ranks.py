@@ -130,9 +130,9 @@ def run(args: list[str], fault: str | None = None) -> None:
     real_train = train_gpt2.train
     real_rate = train_gpt2.learning_rate
 
-    def train(config, run, model, forward, optimizer, data):
+    def train(config, run, model, *others):
         trained.append(model)
-        return real_train(config, run, model, forward, optimizer, data)
+        return real_train(config, run, model, *others)
 
     def learning_rate(step, config):
         steps.append(step)
