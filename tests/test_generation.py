@@ -33,7 +33,10 @@ def lively() -> GPT:
 def test_greedy_tokens_of_unequal_prompts_equal_the_plain_version_past_the_window_too(longest):
     model = lively()
     prompts = [*PROMPTS, tokens(longest, seed=longest).tolist()]
+    read = []  # tokens a row of each pass
+    model.transformer.wte.register_forward_pre_hook(lambda _, args: read.append(args[0].size(1)))
     steps = list(generate(model, prompts, 40, temperature=0))
+    assert (1 in read) == (longest < 32)  # decoded with the cache until one fills the window
     assert len({token for step in steps for token in step}) > 15  # else this proves little
     for i, prompt in enumerate(prompts):
         expected = model.generate(torch.tensor([prompt]), 40, temperature=0)[0, len(prompt) :].tolist()
