@@ -85,15 +85,12 @@ def expected(path: Path) -> tuple[str, list[int]]:
     return printed, lengths
 
 
-def copy_of(folder: Path, to: Path, **changes: dict | None) -> Path:
-    """A model's directory with other settings in its JSON files, or without them, for None."""
+def copy_of(folder: Path, to: Path, **changes: dict) -> Path:
+    """A model's directory with other settings in its JSON files."""
     shutil.copytree(folder, to)
     for name, change in changes.items():
         file = to / f"{name}.json"
-        if change is None:
-            file.unlink()
-        else:
-            write_json(file, read_json(file) | change)
+        write_json(file, read_json(file) | change)
     return to
 
 
