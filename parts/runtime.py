@@ -391,11 +391,13 @@ def prefetch(batches: Iterator, device: torch.device) -> Iterator:
 def ranks_of_environment() -> tuple[int, int, int]:
     """Return (rank, world size, rank on this node) as torchrun sets them, else (0, 1, 0). Raises UserError for a rank
     that, as the only process, would train to its end and write nothing."""
-    rank = int(os.environ.get("RANK") or 0)  # some job scripts set them to nothing
-    world_size = int(os.environ.get("WORLD_SIZE") or 1)
-    if not 0 <= rank < world_size:
-        raise UserError(f"RANK={rank} WORLD_SIZE={world_size} in the environment: unset them, or start with torchrun")
-    return rank, world_size, int(os.environ.get("LOCAL_RANK") or 0)
+    defaults = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    words = {name: os.environ.get(name) or word for name, word in defaults.items()}  # some job scripts set them to ""
+    numbers = [int(word) for word in words.values() if word.isdecimal()]
+    if len(numbers) < 3 or numbers[0] >= numbers[1]:
+        stated = " ".join(f"{name}={word}" for name, word in words.items())
+        raise UserError(f"{stated} in the environment: unset them, or start with torchrun")
+    return tuple(numbers)
 
 
 def _join_ranks(device: torch.device, rank: int, world_size: int) -> None:
