@@ -503,9 +503,7 @@ def open_run(directory: RunDirectory, config: Config, model: GPT, optimizer: Opt
 
 
 def print_summary(config: Config, run: Run) -> None:
-    if not run.rt.is_main:
-        return
-    if run.report.print_results() and config.checkpoint_interval:
+    if run.rt.is_main and run.report.print_results() and config.checkpoint_interval:
         where = shlex.quote(config.out_dir)
         print(
             f"\nthe loss curve: {where}/learning_curve.png\n"

@@ -134,11 +134,8 @@ class Texts(NamedTuple):
     text_field: str
     first: list[str]  # documents of the first file
 
-    def batches(
-        self, place: dict | None = None, downloads: Path | None = None
-    ) -> Iterator[tuple[dict, list[str | None]]]:
+    def batches(self, place: dict = START, downloads: Path | None = None) -> Iterator[tuple[dict, list[str | None]]]:
         """Yield (the place where it begins, up to BATCH documents) from `place` on; None is a row without text."""
-        place = place or START
         row = place["row"]
         noted = False
         for number, path in enumerate(arriving(self.files[place["file"] :], downloads), place["file"]):
