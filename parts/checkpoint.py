@@ -24,7 +24,6 @@ from model import GPT
 from parts.cli import UserError
 from parts.files import replace_file, sha256, write_atomically
 from parts.huggingface import FACTORS, SETTINGS, is_gpt2, read_config, read_model, snapshot, write_model
-from parts.shards import load_tokenizer
 
 WEIGHTS = "model.safetensors"
 TRAIN_STATE = "train_state.pt"  # what a resume needs besides the weights
@@ -154,7 +153,10 @@ def find_adapter(adapter: str) -> Path:
 
 def read_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a model's directory. Raises UserError, also for more tokens than the model has."""
-    tokenizer = load_tokenizer(str(folder))
+    try:
+        tokenizer = Tokenizer.load(folder)
+    except ValueError as e:
+        raise UserError(str(e)) from e
     known = read_config(folder).vocab_size
     if len(tokenizer) > known:
         raise UserError(
