@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -344,20 +345,17 @@ def make_deterministic() -> None:
 
 
 def profiled(steps: Iterator[int], n_steps: int, file: Path, rt: Runtime) -> Iterator[int]:
-    """Yield `steps`, and watch `n_steps` of them with torch.profiler after the first two, which compile. Prints a table
-    by kernel and writes a trace for ui.perfetto.dev."""
+    """Yield `steps`, and watch `n_steps` of them, or those that there are, with torch.profiler after the first two, which
+    compile. Prints a table by kernel and writes a trace for ui.perfetto.dev."""
     device = "cpu" if rt.device.type == "cpu" else "device"
-    profiler = torch.profiler.profile()
-    for i, step in enumerate(steps):
-        if i == 2:
-            profiler.start()
-        yield step
-        if i == 1 + n_steps:
-            rt.synchronize()
-            profiler.stop()
-            rt.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=20))
-            profiler.export_chrome_trace(str(file))
-            rt.print(f"wrote {file}")
+    yield from islice(steps, 2)
+    with torch.profiler.profile() as profiler:
+        yield from islice(steps, n_steps)
+        rt.synchronize()
+    rt.print(profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=20))
+    profiler.export_chrome_trace(str(file))
+    rt.print(f"wrote {file}")
+    yield from steps
 
 
 def prefetch(batches: Iterator, device: torch.device) -> Iterator:

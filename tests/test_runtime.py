@@ -52,8 +52,9 @@ def test_prefetch_is_one_batch_ahead_and_ends_with_its_reader():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_a_profile_has_the_operators_of_the_steps_that_were_asked_for(train, run_dir):
-    result = train(max_steps=4, profile=1)
+@pytest.mark.parametrize("max_steps, profile", [(4, 1), (3, 5)])
+def test_a_profile_has_the_operators_of_the_steps_that_were_asked_for(train, run_dir, max_steps, profile):
+    result = train(max_steps=max_steps, profile=profile, eval_interval=0, sample_interval=0, checkpoint_interval=0)
     trace = json.loads((run_dir / "profile.json").read_text())
     assert "aten::addmm" in result.stdout
     n_forward = len([event for event in trace["traceEvents"] if event.get("name") == "aten::embedding"])
