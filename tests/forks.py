@@ -1,10 +1,9 @@
-"""Scripts in processes that are forked from the one that tests; no test in itself.
+"""Scripts in processes that are forked from one which has imported torch already; no test in itself.
 
-A start of train_gpt2.py is 5 s of imports, a fork has them, and all else is the same. Tests of a start itself, of
-torchrun, and of what imports no torch use `run_script` of helpers.py.
+A start of train_gpt2.py is 5 s of imports, a fork has none of them, and all else is the same. Tests of a start itself,
+of torchrun, and of what imports no torch use `run_script` of helpers.py.
 """
 
-import atexit
 import multiprocessing
 import os
 import runpy
@@ -17,21 +16,21 @@ from pathlib import Path
 
 from tests.helpers import ROOT, arguments, environment
 
-FORKS = multiprocessing.get_context("fork")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["torch._dynamo", "tiktoken", "regex", "matplotlib.backends.backend_agg", "transformers.models.gpt2.modeling_gpt2"]
+)
 
 
 def become(script: Path, words: list[str], env: dict, cwd: Path, out: str) -> None:
     """Be the process that `python SCRIPT WORDS` is, with its output in files."""
-    sys.stdout, sys.stderr = (open(out + end, "w", buffering=1) for end in (".out", ".err"))
-    for fd, file in ((1, sys.stdout), (2, sys.stderr)):
-        os.dup2(file.fileno(), fd)
-    atexit._clear()  # of the parent, whose folders stay
+    for fd, end in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(out + end, os.O_WRONLY | os.O_CREAT), fd)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", "")).startswith(str(ROOT)):
-            del sys.modules[name]  # as they were patched; and a copy of the project has its own
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("parts", "tests")]:
+        del sys.modules[name]  # which this module brought along: a copy of the project has its own
     sys.argv = [str(script), *words]
     sys.path[:] = [str(script.parent), *(path for path in sys.path if path not in ("", str(ROOT)))]
     runpy.run_path(str(script), run_name="__main__")
