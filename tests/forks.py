@@ -56,13 +56,14 @@ def fork_script(script, *args, ranks: int = 1, timeout=240, **options) -> subpro
             env = environment(**joined, RANK=str(rank), LOCAL_RANK=str(rank)) if ranks > 1 else environment()
             processes.append(start_fork(script, *args, out=out, env=env, **options))
         running = {process.sentinel: process for process in processes}
+        code = 0  # of the rank that failed first: the others are killed
         while running:
             ended = [running.pop(sentinel) for sentinel in wait(running, timeout)]
             for process in ended:
                 process.join()
+                code = code or process.exitcode
             if not ended or any(process.exitcode for process in ended):
                 for process in running.values():
                     process.kill()
-        code = next((process.exitcode for process in processes if process.exitcode), 0)
         stdout, stderr = ("".join(Path(out + end).read_text() for out in outs) for end in (".out", ".err"))
     return subprocess.CompletedProcess([script, *args], code, stdout, stderr)
