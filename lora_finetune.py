@@ -380,7 +380,7 @@ def write_merged(config: Config, folder: Path, adapter: Path) -> None:
     """Write base and adapter as one plain model, and print by how much its logits differ from theirs."""
     tokenizer = read_tokenizer(folder)
     model = load_adapter(read_model(folder), adapter).eval()
-    idx = torch.arange(min(len(tokenizer), model.config.n_positions))[None]
+    idx = torch.arange(min(64, model.config.n_positions))[None]
     with torch.no_grad():
         logits = model(idx)
         model = lora.remove_lora(lora.merge(model))

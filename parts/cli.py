@@ -158,14 +158,17 @@ def parse_words(config_type, args: list[str] | None = None, default=None, prog=N
 
 
 def construct(config_type, **values):
-    """Make a dataclass of constants, which a checkpoint can hold as JSON. Raises UserError with the words of its own
-    asserts and ValueErrors."""
+    """Make a dataclass of constants. Raises UserError with the words of its own asserts and ValueErrors, and for values
+    that a checkpoint's config.json cannot hold."""
     try:
         config = config_type(**values)
-        json.dumps(asdict(config))
-        return config
-    except (AssertionError, TypeError, ValueError) as e:
+    except (AssertionError, ValueError) as e:
         raise UserError(str(e) or f"an assert of {config_type.__name__} refuses these constants; change them") from e
+    try:
+        json.dumps(asdict(config))
+    except TypeError as e:
+        raise UserError(f"a constant of {config_type.__name__} does not fit into config.json: {e}; change it") from e
+    return config
 
 
 # names of other scripts, such as nanoGPT's

@@ -47,6 +47,7 @@ def test_threads_are_never_more_than_cores(monkeypatch, asked, default, cores, e
 
 STRAY = [  # (what the environment holds, names in the error)
     (dict(RANK="1"), "RANK=1 WORLD_SIZE=1"),
+    (dict(RANK="abc"), "RANK=abc WORLD_SIZE=1"),
     (dict(WORLD_SIZE="2"), "WORLD_SIZE.*MASTER_ADDR"),
 ]
 

@@ -364,6 +364,10 @@ def test_without_a_gpu_a_recipe_has_to_be_named(inline):
     assert_user_error(inline(train_gpt2.main, max_steps=10, device="cpu"), "gpt2")
 
 
+def test_a_recipe_for_a_text_of_one_s_own_asks_for_it(inline, tmp_path):
+    assert_user_error(inline(train_gpt2.main, "small", out_dir=tmp_path / "run"), "--data")
+
+
 def test_a_run_on_a_cpu_says_before_its_first_step_how_long_it_takes(train, run_dir):
     said = train(max_steps=3).stdout
     first_loss = log_of(run_dir, "train")[0]["loss"]
